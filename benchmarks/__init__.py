@@ -1,0 +1,1 @@
+"""Measure the ladder: `python -m benchmarks run`, from the repository root."""

@@ -1,0 +1,201 @@
+"""`python -m benchmarks`: measure the ladder, and show what was measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from liteinfer import lineage
+
+if TYPE_CHECKING:
+    from benchmarks.run import Entry
+    from benchmarks.workloads import Shape
+    from liteinfer.loading import LoadedModel
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCAL = ROOT / "benchmarks" / "results" / "local"
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
+                  help="Measure the ladder, and show what was measured.")
+
+
+@app.command()
+def run(
+    rows: Annotated[str, typer.Option(help="names, separated by commas; all rows unless given")] = "",
+    shape: Annotated[str, typer.Option(help="the workload (python -m benchmarks list)")] = "quick",
+    rounds: Annotated[int, typer.Option(help="rounds; the rows take turns in each")] = 1,
+    out: Annotated[Path | None, typer.Option(help="the result file; benchmarks/results/local/SHAPE.json")] = None,
+    isl: Annotated[int | None, typer.Option(help="input tokens per prompt, instead of the shape's")] = None,
+    osl: Annotated[int | None, typer.Option(help="output tokens per prompt, instead of the shape's")] = None,
+    prompts: Annotated[int | None, typer.Option(help="prompts of each pass, instead of the shape's")] = None,
+    width: Annotated[int | None, typer.Option(help="only this width, of the rows that have it")] = None,
+    model: Annotated[str, typer.Option(help="a name, a folder or a hub id")] = "smollm2-135m",
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda")] = None,
+) -> None:
+    """Run rows in turn and write one result file."""
+    from benchmarks import report
+    from benchmarks.workloads import find_shape
+
+    workload = find_shape(shape).override(isl, osl, prompts)
+    chosen = entries(rows, width)
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    path = writable(out or LOCAL / f"{shape}.json")
+    result = measure(load(model, dtype, device), chosen, workload, rounds, path)
+    report.print_tables([report.load(path)], Console())
+    typer.echo(f"written: {shown(path)}")
+    if result.get("interrupted"):
+        raise typer.Exit(130)
+    if not result["rows"]:
+        raise typer.Exit(1)
+
+
+@app.command("report")
+def show(
+    files: Annotated[list[Path], typer.Argument(help="result files; rows of several are compared")],
+    markdown: Annotated[bool, typer.Option("--markdown", help="print Markdown")] = False,
+) -> None:
+    """Print the tables of result files."""
+    from benchmarks import report
+
+    results = [report.load(file) for file in files]
+    if markdown:
+        typer.echo(report.markdown(results), nl=False)
+    else:
+        report.print_tables(results, Console())
+
+
+@app.command("list")
+def list_() -> None:
+    """List the rows and the shapes."""
+    from rich.table import Table
+
+    from benchmarks.workloads import SHAPES
+
+    rows = Table(title="rows", title_justify="left", box=None)
+    for heading in ("row", "ch", "width", "what it is", "improves on"):
+        rows.add_column(heading, no_wrap=heading == "row")
+    for row in lineage.LADDER:
+        rows.add_row(row.name, str(row.chapter), ", ".join(map(str, row.widths)), row.what, row.improves_on or "-")
+    shapes = Table(title="shapes", title_justify="left", box=None)
+    for heading in ("shape", "ISL", "OSL", "latency prompts", "throughput prompts"):
+        shapes.add_column(heading)
+    for shape in SHAPES.values():
+        by_width = ", ".join(f"{count} at width {width}" for width, count in shape.throughput_prompts.items())
+        shapes.add_row(shape.name, str(shape.isl), str(shape.osl), str(shape.latency_prompts), by_width)
+    console = Console()
+    console.print(rows)
+    console.print(shapes)
+
+
+@app.command()
+def store(
+    source: Annotated[Path, typer.Argument(help="a result file")],
+    target: Annotated[Path, typer.Argument(help="the copy")],
+) -> None:
+    """Copy a result without its raw timestamps, to be committed."""
+    from benchmarks import report
+    from benchmarks.run import save, without_raw
+
+    report.load(source)   # refuses what is no result
+    save(without_raw(json.loads(source.read_text(encoding="utf-8"))), writable(target))
+
+
+@app.command()
+def render(
+    check: Annotated[bool, typer.Option("--check", help="change nothing; fail if a page is stale")] = False,
+) -> None:
+    """Write stored results into README and chapters, between their markers."""
+    from benchmarks.render import render as render_pages
+
+    stale = render_pages(ROOT, check)
+    for place in stale:
+        typer.echo(f"stale: {place}" if check else f"written: {place}")
+    if check and stale:
+        raise typer.Exit(1)
+
+
+def entries(names: str, width: int | None = None) -> list[Entry]:
+    """The chosen rows in ladder order, once per width.
+
+    Raises:
+        ValueError: a name that no row has, or a width that none of the chosen rows has.
+    """
+    from benchmarks.run import Entry
+
+    chosen = [lineage.find(name.strip()) for name in names.split(",")] if names.strip() else list(lineage.LADDER)
+    found = [Entry(row, w) for row in lineage.LADDER if row in chosen for w in row.widths if width in (None, w)]
+    if not found:
+        raise ValueError(f"width {width}: none of the chosen rows has it; "
+                         f"they have {', '.join(f'{row.name} {list(row.widths)}' for row in chosen)}")
+    return found
+
+
+def load(name: str, dtype: str | None, device: str | None) -> LoadedModel:
+    from liteinfer.loading import load_model
+
+    return load_model(name, dtype=dtype, device=device)
+
+
+def measure(model: LoadedModel, chosen: Sequence[Entry], shape: Shape, rounds: int, path: Path) -> dict[str, Any]:
+    """Say what the machine allows, then run. Progress goes to stderr."""
+    from statistics import mean
+
+    from benchmarks import ceilings, machine
+    from benchmarks.progress import Show
+    from benchmarks.run import PASSES, Bench
+
+    facts = machine.facts(model.device) | machine.limits(model.device, model.dtype)
+    sizes = ceilings.Sizes.of(model.config, model.dtype)
+    lengths = [shape.output_length(i) for i in range(shape.latency_prompts)]
+    typer.echo(f"{facts['name']}, {facts['threads']} threads: reads {facts['bandwidth_gb_s']:.1f} GB/s "
+               f"({facts['bandwidth_path']}), computes {facts['peak_gflop_s']:,.0f} GFLOP/s")
+    for line in ceilings.forecast(sizes, facts, shape.isl, mean(lengths)):
+        typer.echo(line)
+    tokens = {"latency": sum(lengths)}
+    stages = []
+    for entry in chosen:
+        tokens["throughput"] = sum(map(shape.output_length, range(shape.prompts_at(entry.width))))
+        stages += [((entry.row.name, entry.width, what), tokens[what]) for what in PASSES]
+    with Show(Console(stderr=True), stages, rounds) as watch:
+        return Bench(model, chosen, shape, rounds, facts, watch, path).run()
+
+
+def writable(path: Path) -> Path:
+    """The path, if a file can be written there. Found out before minutes of measuring, not after."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(21, "is a folder")
+        with path.open("a", encoding="utf-8"):
+            pass
+        if path.stat().st_size == 0:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written: {error.strerror}") from None
+    return path
+
+
+def shown(path: Path) -> str:
+    """Relative to where the reader stands, if it is below."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; bad input is one line on stderr and exit code 2."""
+    try:
+        app(args=arguments)
+    except ValueError as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""One hash per row over the code that made its result, so that a stale result shows.
+
+A row's code is its engine's module and its parts', with all they import from
+liteinfer (imports inside functions included), the four files that drive and
+count a run, and the text the prompts come from. Files are hashed as syntax
+trees without docstrings: editing a comment makes no result stale, editing a
+statement does. The ladder itself is left out, but for the row's own entry, and
+so are the packages' __init__ files, which hold no code that runs in a step.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+
+from liteinfer.lineage import Row
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNNER = ("benchmarks.loop", "benchmarks.workloads", "benchmarks.metrics", "benchmarks.run")
+EXCLUDED = ("liteinfer.lineage",)
+TEXT = "benchmarks/data/prose.txt"
+
+
+def row_hash(row: Row, root: Path | None = None) -> str:
+    """The hash of one row's code, 16 hex digits. `root` is the repository (this one)."""
+    root = root or ROOT
+    digest = hashlib.sha256()
+    entry = (row.name, row.engine, sorted(row.parts.items()), row.widths)
+    digest.update(repr(entry).encode())
+    modules = [target.partition(":")[0] for target in (row.engine, *row.parts.values())]
+    for file in closure((*modules, *RUNNER), root):
+        digest.update(f"\n{file.relative_to(root).as_posix()}\n".encode())
+        digest.update(code_of(file.read_text(encoding="utf-8")).encode())
+    digest.update((root / TEXT).read_text(encoding="utf-8").encode())
+    return digest.hexdigest()[:16]
+
+
+def total_hash(hashes: Iterable[str]) -> str:
+    """One hash over several rows', whatever their order."""
+    return hashlib.sha256(" ".join(sorted(hashes)).encode()).hexdigest()[:16]
+
+
+def closure(modules: Iterable[str], root: Path | None = None) -> list[Path]:
+    """The files of these modules and of all they import, over and over; sorted."""
+    root = root or ROOT
+    waiting, found = list(modules), set[Path]()
+    while waiting:
+        file = _file_of(waiting.pop(), root)
+        if file is not None and file not in found:
+            found.add(file)
+            waiting.extend(imports_of(file.read_text(encoding="utf-8")))
+    return sorted(found)
+
+
+@lru_cache(maxsize=256)   # rows share most of their files
+def code_of(source: str) -> str:
+    """The syntax tree as text, without comments, layout and docstrings.
+
+    >>> code_of('x = 1  # one') == code_of('x  =  1')
+    True
+    """
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and _docstring(node):
+            node.body = node.body[1:]
+    return _shape(tree)
+
+
+def _shape(node: object) -> str:
+    """A tree as text. ast.dump's own differs between Python versions; empty fields are what newer ones add."""
+    if isinstance(node, ast.AST):
+        fields = ", ".join(f"{key}={_shape(value)}" for key, value in ast.iter_fields(node) if value not in (None, []))
+        return f"{type(node).__name__}({fields})"
+    return f"[{', '.join(map(_shape, node))}]" if isinstance(node, list) else repr(node)
+
+
+def _docstring(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return ast.get_docstring(node, clean=False) is not None
+
+
+@lru_cache(maxsize=256)
+def imports_of(source: str) -> frozenset[str]:
+    """Every module a file may load: `from a import b` names a, and a.b in case b is a module."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.update((node.module, *(f"{node.module}.{alias.name}" for alias in node.names)))
+    return frozenset(found)
+
+
+def _file_of(module: str, root: Path) -> Path | None:
+    """The file of a module that counts, or None."""
+    counts = module in RUNNER or (module.startswith("liteinfer.") and module not in EXCLUDED)
+    file = root.joinpath(*module.split(".")).with_suffix(".py")
+    return file if counts and file.is_file() else None

@@ -1,0 +1,5 @@
+"""`python -m liteinfer` is the `liteinfer` command."""
+
+from liteinfer.cli import main
+
+main()

@@ -1,0 +1,81 @@
+"""The `liteinfer` command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from liteinfer import lineage
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="A small LLM inference engine, rung by rung.")
+
+
+@app.callback()
+def commands() -> None:
+    """A small LLM inference engine, rung by rung."""
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="the text to continue")],
+    model: Annotated[str, typer.Option(help="a name, a folder or a hub id")] = "smollm2-135m",
+    row: Annotated[str, typer.Option(help="the rung to run on (python -m benchmarks list)")] = lineage.DEFAULT,
+    max_tokens: Annotated[int, typer.Option(help="the most tokens to generate")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="sample among the k best; 0 turns it off")] = 0,
+    top_p: Annotated[float, typer.Option(help="sample among the fewest tokens reaching this probability")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="make sampling repeatable")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on past the model's end of sequence")] = False,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the completion as JSON")] = False,
+) -> None:
+    """Continue a prompt."""
+    from liteinfer.llm import LLM  # torch takes seconds to import; --help should not
+    from liteinfer.loading import cuda_hint
+    from liteinfer.request import SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+                            ignore_eos=ignore_eos)
+    if device is None and (hint := cuda_hint()):
+        typer.echo(hint, err=True)
+    completion = LLM(model, row=row, dtype=dtype, device=device).generate(prompt, params)[0]
+    if completion.error:
+        raise ValueError(completion.error)
+    typer.echo(json.dumps(asdict(completion), ensure_ascii=False) if as_json else completion.text)
+
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Option(help="a name, a folder or a hub id")] = "smollm2-135m",
+    row: Annotated[str, typer.Option(help="the rung to run on (python -m benchmarks list)")] = lineage.DEFAULT,
+    system: Annotated[str | None, typer.Option(help="a system message")] = None,
+    max_tokens: Annotated[int, typer.Option(help="the most tokens of one answer")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the most likely token")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="sample among the k best; 0 turns it off")] = 0,
+    top_p: Annotated[float, typer.Option(help="sample among the fewest tokens reaching this probability")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="make sampling repeatable")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="show TTFT and tok/s after each answer")] = False,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda")] = None,
+) -> None:
+    """Talk with the model. /reset forgets, /stats shows times, /exit ends; Ctrl-C stops an answer."""
+    from liteinfer.llm import LLM
+    from liteinfer.request import SamplingParams
+    from liteinfer.terminal import Conversation
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    Conversation(LLM(model, row=row, dtype=dtype, device=device), params, system, stats).loop()
+
+
+def main() -> None:
+    """Run the command; bad input is one line on stderr and exit code 2."""
+    try:
+        app()
+    except ValueError as error:
+        print(f"liteinfer: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

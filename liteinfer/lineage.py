@@ -1,0 +1,88 @@
+"""The ladder: the single source of every row's name, chapter, base and engine.
+
+Benchmark rows, the tables of README and chapters, and the ladder-wide tests all
+derive from here. Engines are named as "module:Object" strings and imported only
+when asked for, so that reading one rung never loads a later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from liteinfer.engines.base import Engine
+    from liteinfer.loading import LoadedModel
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the ladder.
+
+    `parts` are the engine's constructor arguments that make it this row: an
+    argument's name, and the "module:Class" that is built for it.
+    """
+
+    name: str
+    chapter: int
+    engine: str
+    what: str
+    improves_on: str | None = None
+    reference: str = "vllm"
+    widths: tuple[int, ...] = (1,)
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+
+LADDER: tuple[Row, ...] = (
+    Row("liteinfer-nocache", 1, "liteinfer.engines.no_cache:NoCacheEngine",
+        "no KV cache: every step feeds the whole sequence again"),
+    Row("liteinfer-eager", 2, "liteinfer.engines.dynamic_cache:DynamicCacheEngine",
+        "transformers' model and its DynamicCache", improves_on="liteinfer-nocache"),
+    Row("liteinfer-native-eager", 3, "liteinfer.engines.native_cache:NativeCacheEngine",
+        "our own forward, keys and values in plain tensors", improves_on="liteinfer-eager",
+        parts={"linear": "liteinfer.model.linear:Plain"}),
+    Row("liteinfer-native-packed", 3, "liteinfer.engines.native_cache:NativeCacheEngine",
+        "the same, weights fused and laid out for this machine", improves_on="liteinfer-native-eager",
+        parts={"linear": "liteinfer.model.linear:Packed"}),
+)
+
+DEFAULT = "liteinfer-native-packed"   # what LLM and the command line use unless told otherwise
+
+# The chapter that introduces each file of the package; 0 is ground that no chapter explains.
+FILES: dict[str, int] = {
+    "__init__.py": 0, "__main__.py": 0, "lineage.py": 0, "llm.py": 0, "cli.py": 0, "terminal.py": 0,
+    "loading.py": 0, "checkpoint.py": 0, "conversion.py": 0, "cuda.py": 0, "detokenizer.py": 0,
+    "plots/__init__.py": 0, "plots/__main__.py": 0, "plots/ch01.py": 0, "plots/ch02.py": 0, "plots/ch03.py": 0,
+    "engines/__init__.py": 0, "model/__init__.py": 0, "cache/__init__.py": 0,
+    "request.py": 1, "sampling.py": 1, "engines/base.py": 1, "engines/no_cache.py": 1,
+    "engines/dynamic_cache.py": 2,
+    "model/layout.py": 3, "model/rope.py": 3, "model/linear.py": 3, "model/llama.py": 3,
+    "cache/contiguous.py": 3, "engines/native_cache.py": 3,
+}
+# These may name any chapter's files: the ladder, its two front doors, and the pictures drawn from live engines.
+EXEMPT = ("lineage.py", "llm.py", "cli.py", "terminal.py", "plots/ch01.py", "plots/ch02.py", "plots/ch03.py")
+
+
+def find(name: str) -> Row:
+    """The row of this name; "native-packed" finds "liteinfer-native-packed".
+
+    Raises:
+        ValueError: no such row; the message lists those there are.
+    """
+    for row in LADDER:
+        if name in (row.name, row.name.removeprefix("liteinfer-")):
+            return row
+    raise ValueError(f"unknown row {name!r}; the rows are {', '.join(row.name for row in LADDER)}")
+
+
+def build(row: Row, model: LoadedModel, **settings: Any) -> Engine:
+    """Make the row's engine over a loaded model. `settings` are the engine's own (max_model_len, ...)."""
+    parts = {argument: _resolve(part)() for argument, part in row.parts.items()}
+    return _resolve(row.engine)(model, **parts, **settings)
+
+
+def _resolve(path: str) -> Any:
+    module, name = path.split(":")
+    return getattr(import_module(module), name)

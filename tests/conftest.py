@@ -1,0 +1,60 @@
+"""Fixtures shared by all tests: two tiny random models, and the bundled real one, each loaded once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from liteinfer import lineage
+from liteinfer.engines.base import Engine, run
+from liteinfer.loading import LoadedModel, load_model, tiny_model
+from liteinfer.request import Request, SamplingParams
+
+ROWS = [row.name for row in lineage.LADDER]
+CHAPTER_MARKS = {row.name: getattr(pytest.mark, f"ch{row.chapter:02}") for row in lineage.LADDER}
+
+
+def rows(*, but_first: bool = False) -> list:
+    """Every row of the ladder as a pytest parameter carrying its chapter's marker."""
+    return [pytest.param(name, marks=CHAPTER_MARKS[name]) for name in ROWS[1 if but_first else 0:]]
+
+
+@pytest.fixture(autouse=True)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One thread for tiny models, whose operations are shorter than waking a second one; all for the real one."""
+    before = torch.get_num_threads()
+    if "smol" not in request.fixturenames:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", params=["llama", "qwen2"])
+def tiny(request: pytest.FixtureRequest) -> LoadedModel:
+    return tiny_model(request.param)
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> LoadedModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="session")
+def smol() -> LoadedModel:
+    torch.manual_seed(0)
+    return load_model("smollm2-135m", dtype="float32", device="cpu")
+
+
+def build(name: str, model: LoadedModel, **settings: object) -> Engine:
+    return lineage.build(lineage.find(name), model, **settings)
+
+
+def outputs(engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
+    """Run all prompts through an engine; their output token ids, in order."""
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    requests = [Request(str(i), p, s) for i, (p, s) in enumerate(zip(prompts, each, strict=True))]
+    errors = [event.error for event in run(engine, requests) if event.error]
+    assert not errors, errors
+    return [request.output_token_ids for request in requests]
