@@ -15,7 +15,7 @@ ROUNDS = 1
 OUT = benchmarks/results/local/$(SHAPE).json
 ROWS =
 
-.PHONY: help bench test notebooks soak render release-check clean
+.PHONY: help bench test notebooks soak handout grade render release-check clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
@@ -34,11 +34,20 @@ notebooks: $(STAMP)  ## open the notebooks in JupyterLab
 soak: $(STAMP)  ## the tests marked slow
 	$(PY) -m pytest -m slow
 
+handout: $(STAMP)  ## make handout OUT=dir: the course without its solutions, for students
+	$(PY) -m coursework handout "$(if $(filter command line,$(origin OUT)),$(OUT),$(error name the folder: make handout OUT=dir))"
+
+grade: $(STAMP)  ## make grade NB=notebook-or-folder: run the exercises, a line for each; JUNIT=file for XML
+	$(PY) -m coursework grade "$(or $(NB),$(error name what to grade: make grade NB=notebook-or-folder))" \
+	    $(if $(JUNIT),--junit "$(JUNIT)") $(if $(TIMEOUT),--timeout "$(TIMEOUT)")
+
 render: $(STAMP)  ## write stored results and quoted code into README and chapters
 	$(PY) -m benchmarks render
+	$(PY) -m liteinfer.plots
 
 release-check: $(STAMP)  ## fail if a page, a quoted excerpt or a stored result is stale
 	$(PY) -m benchmarks render --check
+	$(PY) -m liteinfer.plots --check
 
 clean:  ## remove .venv, caches and build output; measured results and the model cache stay
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

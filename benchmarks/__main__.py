@@ -83,7 +83,8 @@ def list_() -> None:
     for heading in ("row", "ch", "width", "what it is", "improves on"):
         rows.add_column(heading, no_wrap=heading == "row")
     for row in lineage.LADDER:
-        rows.add_row(row.name, str(row.chapter), ", ".join(map(str, row.widths)), row.what, row.improves_on or "-")
+        rows.add_row(row.name, str(row.chapter), ", ".join(map(str, row.widths)), row.what,
+                     (row.improves_on or "-").removeprefix("liteinfer-"))
     shapes = Table(title="shapes", title_justify="left", box=None)
     for heading in ("shape", "ISL", "OSL", "latency prompts", "throughput prompts"):
         shapes.add_column(heading)
@@ -139,8 +140,11 @@ def entries(names: str, width: int | None = None) -> list[Entry]:
 
 
 def load(name: str, dtype: str | None, device: str | None) -> LoadedModel:
-    from liteinfer.loading import load_model
+    """Load, after saying why a GPU that is there is not used."""
+    from liteinfer.loading import cuda_hint, load_model
 
+    if device is None and (hint := cuda_hint()):
+        typer.echo(hint, err=True)
     return load_model(name, dtype=dtype, device=device)
 
 

@@ -132,6 +132,8 @@ def remarks(book: Book, shown: Sequence[Entry]) -> list[str]:
         if stopped := entry.row.get("stopped"):
             notes.append(f"{entry.name} was stopped after {len(entry.row['rounds'])} rounds: {stopped}.")
     notes += _same_tokens(shown)
+    if any(result.get("interrupted") for result in book.results):
+        notes.append("The run was interrupted: the rows have the rounds that were finished by then.")
     left_out = [skip for result in book.results for skip in result.get("skipped", ())]
     return notes + [f"{skip['name']} was not run: {skip['reason']}." for skip in left_out]
 

@@ -73,7 +73,7 @@ class Shape:
 
 SHAPES: Mapping[str, Shape] = {shape.name: shape for shape in (
     Shape("quick", 64, (24, 24), 4, {1: 4, 4: 8, 32: 64}),
-    Shape("course", 128, (64, 64), 3, {1: 3, 4: 16, 32: 64}),
+    Shape("course", 128, (64, 64), 2, {1: 2, 4: 16, 32: 64}),
     Shape("paper", 128, (256, 256), 50, {1: 200}),
     Shape("ragged", 128, (16, 256), 4, {1: 128}),
 )}

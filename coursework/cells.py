@@ -56,7 +56,7 @@ def exercises(path: Path) -> list[Exercise]:
     for number in dict.fromkeys(c.metadata.get("exercise") for c in cells if {"solution", "check"} & set(tags(c))):
         solution, check = tagged(cells, "solution", number), tagged(cells, "check", number)
         if number is None or len(solution) != 1 or len(check) != 1:
-            raise ValueError(f"{path.name}: exercise {number} has {len(solution)} solution and {len(check)} check cells")
+            raise ValueError(f"{path.name}: exercise {number} has {len(solution)} solution cells, {len(check)} checks")
         found.append(Exercise(number, solution[0], check[0]))
     return found
 

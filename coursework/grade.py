@@ -28,7 +28,10 @@ Verdict = Literal["passed", "failed", "not attempted", "broken"]
 
 @dataclass(frozen=True)
 class Grade:
-    """How one exercise went; `reason` is one line, empty for a pass. `remark` says what was done to the notebook."""
+    """How one exercise went; `reason` is one line, empty for a pass. `remark` says what was done to the notebook.
+
+    `exercise` is empty where not even the chapter is known.
+    """
 
     notebook: Path
     exercise: str
@@ -38,7 +41,8 @@ class Grade:
 
     def line(self) -> str:
         said = "; ".join(part for part in (self.reason, self.remark) if part)
-        return f"{self.notebook.name}  exercise {self.exercise}  {self.verdict}" + (f": {said}" if said else "")
+        which = f"  exercise {self.exercise}" if self.exercise else ""
+        return f"{self.notebook.name}{which}  {self.verdict}" + (f": {said}" if said else "")
 
 
 def returned(path: Path) -> list[Path]:
@@ -55,7 +59,7 @@ def returned(path: Path) -> list[Path]:
 
 
 def original_of(path: Path, root: Path = ROOT) -> Path:
-    """The course's notebook that a returned one goes back to: by its name, which may have grown (01_no_cache_ann.ipynb).
+    """The course's notebook that a returned one goes back to, by its name, which may have grown (01_no_cache_ann).
 
     Raises:
         ValueError: none of them.
@@ -64,12 +68,15 @@ def original_of(path: Path, root: Path = ROOT) -> Path:
         if path.stem.startswith(original.stem):
             return original
     names = ", ".join(p.name for p in notebooks(root))
-    raise ValueError(f"{path}: no notebook of this course; the name must begin like one of {names}")
+    raise ValueError(f"no notebook of this course; the name must begin like one of {names}")
 
 
 def grade(path: Path, timeout: int, root: Path = ROOT) -> list[Grade]:
     """Grade one returned notebook: one Grade per exercise of the original, whatever state the notebook is in."""
-    original = original_of(path, root)
+    try:
+        original = original_of(path, root)
+    except ValueError as error:
+        return [Grade(path, "", "broken", str(error))]
     try:
         cells = code_cells(path)
     except Exception as error:  # a file that is no notebook breaks in many ways
@@ -157,7 +164,7 @@ def junit(grades: list[Grade]) -> str:
                               failures=str(counts["failed"]), errors=str(counts["broken"]),
                               skipped=str(counts["not attempted"]))
         for g in own:
-            case = ET.SubElement(suite, "testcase", classname=notebook.stem, name=f"exercise {g.exercise}")
+            case = ET.SubElement(suite, "testcase", classname=notebook.stem, name=f"exercise {g.exercise}".strip())
             if g.verdict != "passed":
                 element = {"failed": "failure", "broken": "error", "not attempted": "skipped"}[g.verdict]
                 ET.SubElement(case, element, message=g.reason or g.verdict)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from liteinfer import lineage
+
+if TYPE_CHECKING:
+    from liteinfer.llm import LLM
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="A small LLM inference engine, rung by rung.")
 
@@ -35,15 +38,11 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="print the completion as JSON")] = False,
 ) -> None:
     """Continue a prompt."""
-    from liteinfer.llm import LLM  # torch takes seconds to import; --help should not
-    from liteinfer.loading import cuda_hint
     from liteinfer.request import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
                             ignore_eos=ignore_eos)
-    if device is None and (hint := cuda_hint()):
-        typer.echo(hint, err=True)
-    completion = LLM(model, row=row, dtype=dtype, device=device).generate(prompt, params)[0]
+    completion = _llm(model, row, dtype, device).generate(prompt, params)[0]
     if completion.error:
         raise ValueError(completion.error)
     typer.echo(json.dumps(asdict(completion), ensure_ascii=False) if as_json else completion.text)
@@ -64,12 +63,21 @@ def chat(
     device: Annotated[str | None, typer.Option(help="cpu, cuda")] = None,
 ) -> None:
     """Talk with the model. /reset forgets, /stats shows times, /exit ends; Ctrl-C stops an answer."""
-    from liteinfer.llm import LLM
     from liteinfer.request import SamplingParams
     from liteinfer.terminal import Conversation
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    Conversation(LLM(model, row=row, dtype=dtype, device=device), params, system, stats).loop()
+    Conversation(_llm(model, row, dtype, device), params, system, stats).loop()
+
+
+def _llm(model: str, row: str, dtype: str | None, device: str | None) -> LLM:
+    """Load, after saying why a GPU that is there is not used."""
+    from liteinfer.llm import LLM
+    from liteinfer.loading import cuda_hint
+
+    if device is None and (hint := cuda_hint()):
+        typer.echo(hint, err=True)
+    return LLM(model, row=row, dtype=dtype, device=device)
 
 
 def main() -> None:

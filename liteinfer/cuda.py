@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-# CUDA versions for which pytorch.org has wheels of the torch versions this package accepts.
-WHEELS = ((12, 6), (12, 8), (13, 0))
+# CUDA versions for which pytorch.org has wheels of every torch from 2.9 on (2.12 dropped CUDA 12.8).
+WHEELS = ((12, 6), (13, 0))
 TRACES = ("/proc/driver/nvidia/version", "/dev/nvidia0", "/dev/dxg")   # the last is WSL's
 
 
@@ -37,10 +37,11 @@ def cuda_hint() -> str | None:
 
 
 def install_command(driver: tuple[int, int] | None) -> str:
-    """The pip command for the newest torch this driver runs. Any CUDA 12 driver runs every CUDA 12 build."""
+    """The pip command for a build of this torch that the driver runs. Any CUDA 12 driver runs every CUDA 12 build."""
     fitting = [wheel for wheel in WHEELS if driver and wheel <= driver]
     major, minor = max(fitting, default=WHEELS[0])
-    return f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu{major}{minor}"
+    build, version = f"cu{major}{minor}", torch.__version__.partition("+")[0]
+    return f"pip install torch=={version}+{build} --extra-index-url https://download.pytorch.org/whl/{build}"
 
 
 def driver_cuda_version() -> tuple[int, int] | None:

@@ -15,36 +15,42 @@ UNFINISHED = "\ufffd"   # what a decoder writes for bytes that are no character 
 class Detokenizer:
     """Turns one sequence's tokens into pieces of text that join to the whole decode.
 
-    `decode` maps token ids to text. Each call decodes a window of a few tokens:
-    one or more that are done with, which give the spaces their context, and
-    those whose text is not settled. A cut-off character is at most 3 bytes and
-    decodes to a single U+FFFD at the very end, so that one is held back.
+    `decode` maps token ids to text. Each call decodes a window of a few tokens: some that are
+    done with, which give the spaces their context, and those whose text is not settled. A
+    character that is cut off shows as U+FFFD at the end, one (byte-level BPE) or one for each of
+    its at most 3 bytes (SentencePiece's byte fallback), so that many are held back.
     """
 
     CONTEXT = 4    # settled tokens kept in the window
     LONGEST = 12   # tokens in the window before a place to cut it is looked for
+    LIMIT = 32     # tokens after which it is cut all the same: bytes that never become text
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._window: list[int] = []
-        self._given = 0   # characters of the window's text that are out
+        self._given = ""   # the part of the window's text that is out
 
     def feed(self, token_id: int) -> str:
         """Take one token; return the text that is now certain, possibly none."""
         self._window.append(token_id)
         text = self._decode(self._window)
-        certain = len(text) - text.endswith(UNFINISHED)
-        piece = text[self._given:certain]
-        self._given = max(self._given, certain)
-        if len(self._window) > self.LONGEST:
-            self._shorten(text)
+        unsettled = min(3, len(text) - len(text.rstrip(UNFINISHED)))
+        certain = text[:len(text) - unsettled]
+        piece = ""
+        # Byte fallback shows even the characters before a cut-off one as U+FFFD, until it is whole.
+        if certain.startswith(self._given):
+            piece, self._given = certain[len(self._given):], certain
+            if len(self._window) > self.LONGEST:
+                self._shorten(text)
+        if len(self._window) > self.LIMIT:
+            piece += self.flush()
+            self._window, self._given = [], ""
         return piece
 
     def flush(self) -> str:
         """The end: what was still held back."""
         text = self._decode(self._window)
-        piece = text[self._given:]
-        self._given = len(text)
+        piece, self._given = text[len(self._given):], text
         return piece
 
     def _shorten(self, text: str) -> None:
@@ -52,15 +58,14 @@ class Detokenizer:
 
         That is where the front does not end in U+FFFD, or where it does because its bytes
         really are no text: then both sides decode alone to what they decode to together.
-        Among 4 neighbouring tokens there is always such a place.
         """
-        pending = text[self._given:]
+        pending = text[len(self._given):]
         for kept in range(self.CONTEXT, len(self._window)):
             front, tail = self._decode(self._window[:-kept]), self._decode(self._window[-kept:])
             between = text.startswith(front) and not front.endswith(UNFINISHED)
             if (between or front + tail == text) and len(tail) > len(pending) and tail.endswith(pending):
                 self._window = self._window[-kept:]
-                self._given = len(tail) - len(pending)
+                self._given = tail[:len(tail) - len(pending)]
                 return
 
 

@@ -361,10 +361,9 @@ def test_unusable_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(("driver", "built", "expected"), [
-    ((12, 4), None, "run: pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"),
-    ((12, 9), None, "whl/cu128"),
-    ((12, 8), "13.0", "it is built for CUDA 13.0.; run: pip install --force-reinstall torch --index-url "
-                      "https://download.pytorch.org/whl/cu128"),
+    ((12, 4), None, r"run: pip install torch==[\d.]+\+cu126 --extra-index-url https://download.pytorch.org/whl/cu126$"),
+    ((12, 9), None, r"\+cu126 .*whl/cu126$"),
+    ((12, 8), "13.0", r"it is built for CUDA 13.0.; run: pip install torch==[\d.]+\+cu126 "),
     ((13, 1), None, "whl/cu130"),
     ((11, 8), "12.8", "CUDA 11.8.* update the NVIDIA driver"),
     ((13, 0), "12.8", "which this driver can run"),

@@ -7,6 +7,7 @@ entry `exercise`), `nbval-ignore-output` (times and pictures, not compared).
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import io
@@ -19,8 +20,10 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from coursework.cells import code_cells, exercises, notebooks, stub, tagged, tags
+
 ROOT = Path(__file__).parents[1]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = notebooks()
 LARGEST = 300_000   # bytes
 
 
@@ -30,14 +33,6 @@ def chapter(path: Path) -> str:
 
 def parameters(paths: list[Path]) -> list:
     return [pytest.param(path, marks=getattr(pytest.mark, chapter(path)), id=path.stem) for path in paths]
-
-
-def code_cells(path: Path) -> list[nbformat.NotebookNode]:
-    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
-
-
-def tags(cell: nbformat.NotebookNode) -> list[str]:
-    return cell.metadata.get("tags", [])
 
 
 def nbval(path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -78,27 +73,28 @@ def test_notebook_is_stored_as_it_ran(path: Path) -> None:
 # --- exercises -------------------------------------------------------------------------------------------------
 
 
-def exercises() -> list:
-    found = []
-    for path in NOTEBOOKS:
-        for cell in code_cells(path):
-            if "solution" in tags(cell):
-                found.append(pytest.param(path, cell.metadata["exercise"], id=cell.metadata["exercise"],
-                                          marks=getattr(pytest.mark, chapter(path))))
-    return found
+def every_exercise() -> list:
+    return [pytest.param(path, exercise.number, id=exercise.number, marks=getattr(pytest.mark, chapter(path)))
+            for path in NOTEBOOKS for exercise in exercises(path)]
 
 
-def attempt(path: Path, exercise: str, answer: str | None = None) -> None:
-    """Run the notebook's setup cells, then `answer` in place of the solution, then the check."""
+def attempt(path: Path, number: str, answer: str | None = None, check: str | None = None) -> None:
+    """Run the notebook's setup cells, then `answer` in place of the solution, then the check (or another one)."""
     names: dict[str, object] = {"__name__": "__main__"}
-    cells = code_cells(path)
-    solution, = (c for c in cells if "solution" in tags(c) and c.metadata["exercise"] == exercise)
-    check, = (c for c in cells if "check" in tags(c) and c.metadata["exercise"] == exercise)
-    setup = [c.source for c in cells if "setup" in tags(c)]
-    for source in [*setup, solution.source if answer is None else answer, check.source]:
+    exercise, = (e for e in exercises(path) if e.number == number)
+    setup = [cell.source for cell in tagged(code_cells(path), "setup")]
+    for source in [*setup, answer or exercise.solution.source, check or exercise.check.source]:
         lines = [line for line in source.splitlines() if not line.startswith(("%", "!"))]
         with contextlib.redirect_stdout(io.StringIO()):
-            exec(compile("\n".join(lines), f"{path.name} exercise {exercise}", "exec"), names)
+            exec(compile("\n".join(lines), f"{path.name} exercise {number}", "exec"), names)
+
+
+def assert_caught(path: Path, number: str, answer: str, check: str | None = None) -> None:
+    """A wrong answer must fail its check by an assertion that says in words what the usual mistake is."""
+    with pytest.raises(AssertionError) as caught:
+        attempt(path, number, answer, check)
+    message = str(caught.value)
+    assert len(message.split()) >= 5, f"a failing check should name the usual mistake, not say {message!r}"
 
 
 def wrong_answers() -> list:
@@ -111,23 +107,56 @@ def wrong_answers() -> list:
     return found
 
 
-@pytest.mark.parametrize(("path", "exercise"), exercises())
-def test_the_solution_passes(path: Path, exercise: str) -> None:
-    attempt(path, exercise)
+@pytest.mark.parametrize(("path", "number"), every_exercise())
+def test_the_solution_passes(path: Path, number: str) -> None:
+    attempt(path, number)
 
 
-@pytest.mark.parametrize(("path", "exercise", "answer"), wrong_answers())
-def test_a_usual_wrong_answer_fails_its_check(path: Path, exercise: str, answer: str) -> None:
-    with pytest.raises(AssertionError) as caught:
-        attempt(path, exercise, answer)
-    message = str(caught.value)
-    assert len(message.split()) >= 5, f"a failing check should name the usual mistake, not say {message!r}"
+@pytest.mark.parametrize(("path", "number"), every_exercise())
+def test_the_blank_stub_fails_and_keeps_what_a_student_needs(path: Path, number: str) -> None:
+    exercise, = (e for e in exercises(path) if e.number == number)
+    blank = stub(exercise)
+    for node in ast.walk(ast.parse(exercise.solution.source)):
+        if isinstance(node, ast.FunctionDef):
+            assert f"def {node.name}" in blank
+            assert node.returns is not None, f"{node.name} says no return type"
+            assert all(a.annotation for a in node.args.args if a.arg != "self"), f"{node.name} has untyped arguments"
+    assert '"""' in blank, "the stub says nothing of what is to be written"
+    with pytest.raises(NotImplementedError, match=f"chapter {exercise.chapter}, exercise {number}"):
+        attempt(path, number, blank)
+
+
+@pytest.mark.parametrize(("path", "number", "answer"), wrong_answers())
+def test_a_usual_wrong_answer_fails_its_check(path: Path, number: str, answer: str) -> None:
+    assert_caught(path, number, answer)
+
+
+@pytest.mark.parametrize(("path", "number"), every_exercise())
+def test_a_check_that_always_passes_would_be_noticed(path: Path, number: str) -> None:
+    """Each check with its assertions made true: a listed wrong answer gets through, and the test above says so."""
+    exercise, = (e for e in exercises(path) if e.number == number)
+
+    class AlwaysTrue(ast.NodeTransformer):
+        def visit_Assert(self, node: ast.Assert) -> ast.AST:
+            return ast.copy_location(ast.Assert(ast.Constant(True)), node)
+
+    toothless = ast.unparse(ast.fix_missing_locations(AlwaysTrue().visit(ast.parse(exercise.check.source))))
+    assert toothless != exercise.check.source
+    noticed = 0
+    for _, answer in importlib.import_module(f"tests.exercises.{chapter(path)}").WRONG[number]:
+        try:
+            assert_caught(path, number, answer, toothless)
+        except pytest.fail.Exception:   # pytest's "did not raise"
+            noticed += 1
+        except Exception:               # this wrong answer breaks by itself, whatever the check
+            continue
+    assert noticed > 0
 
 
 @pytest.mark.parametrize("path", parameters(NOTEBOOKS))
 def test_there_are_exercises_with_two_wrong_answers_each(path: Path) -> None:
     known = importlib.import_module(f"tests.exercises.{chapter(path)}").WRONG
-    numbers = [cell.metadata["exercise"] for cell in code_cells(path) if "solution" in tags(cell)]
+    numbers = [exercise.number for exercise in exercises(path)]
     assert len(numbers) >= 3 and sorted(known) == sorted(numbers)
     assert all(len(answers) >= 2 for answers in known.values())
     assert all(number.startswith(f"{int(path.name[:2])}.") for number in numbers)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import matplotlib
 import pytest
 
 from benchmarks.render import render
+from liteinfer.plots.__main__ import stale
 
 ROOT = Path(__file__).parent.parent
 FIXTURE = ROOT / "tests" / "data" / "result.json"
@@ -259,4 +261,13 @@ def test_a_marker_that_is_not_whole_is_an_error(root, text, message, line):
 
 
 def test_docs_are_current():
-    assert render(ROOT, check=True) == []
+    """Apart from stale rows: a reader may change the code and still run the tests; `make release-check` may not."""
+    assert render(ROOT, check=True, current=lambda name: None) == []
+
+
+def test_pictures_are_current():
+    """Byte for byte with the pinned matplotlib; another version places text a little differently, so: that they exist."""
+    changed = stale(write=False)
+    if f"matplotlib=={matplotlib.__version__}" not in (ROOT / "constraints.txt").read_text():
+        changed = [name for name in changed if not (ROOT / "chapters" / name).is_file()]
+    assert changed == []
