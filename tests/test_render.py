@@ -266,7 +266,7 @@ def test_docs_are_current():
 
 
 def test_pictures_are_current():
-    """Byte for byte with the pinned matplotlib; another version places text a little differently, so: that they exist."""
+    """Byte for byte with the pinned matplotlib; with another one, which places text differently, that they exist."""
     changed = stale(write=False)
     if f"matplotlib=={matplotlib.__version__}" not in (ROOT / "constraints.txt").read_text():
         changed = [name for name in changed if not (ROOT / "chapters" / name).is_file()]
