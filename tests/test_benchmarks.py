@@ -302,7 +302,7 @@ def test_override_and_unknown_shapes() -> None:
     changed = SHAPES["course"].override(isl=9, osl=7, prompts=2)
     assert (changed.isl, changed.osl, changed.latency_prompts) == (9, 7, 2)
     assert changed.prompts_at(1) == changed.prompts_at(32) == 2
-    assert [SHAPES["course"].prompts_at(w) for w in (1, 2, 4, 32, 64)] == [3, 3, 16, 64, 64]
+    assert [SHAPES["course"].prompts_at(w) for w in (1, 2, 4, 32, 64)] == [2, 2, 16, 64, 64]
 
 
 # ---- the runner -----------------------------------------------------------------------------------------------
