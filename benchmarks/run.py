@@ -122,6 +122,9 @@ class Bench:
     def _turn(self, record: Record, round_: int) -> None:
         row, width = record.entry.row, record.entry.width
         engine = self.build(row, self.model, **({} if width == 1 else {"max_num_seqs": width}))
+        longest = self.shape.isl + max(self.shape.output)
+        if longest > getattr(engine, "max_model_len", longest):
+            raise ValueError(f"isl + osl = {longest} tokens is over the engine's max_model_len {engine.max_model_len}")
         record.linear_path = getattr(engine, "linear_path", None)
         drive(engine, record.load.requests("warmup"), width, self.clock)
         taken: Result = {"raw": {}}
@@ -193,7 +196,7 @@ class Bench:
         return out
 
     def _save(self) -> None:
-        if self.out is not None:
+        if self.out is not None and any(record.rounds for record in self.records):   # keep an older file till then
             save(self.result(), self.out)
 
 

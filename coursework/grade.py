@@ -22,6 +22,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from coursework.cells import ROOT, Exercise, code_cells, exercises, notebooks, tagged, tags
+from coursework.execute import KERNEL
 
 Verdict = Literal["passed", "failed", "not attempted", "broken"]
 
@@ -117,9 +118,12 @@ def run(cells: list[NotebookNode], timeout: int) -> list[tuple[bool, str]]:
 
     Only the last cell's output is compared. A cell has `timeout` seconds.
     """
-    notebook = nbformat.v4.new_notebook(metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}})
+    notebook = nbformat.v4.new_notebook(metadata=KERNEL)
+    # nbval starts the kernel where the notebook lies; a course notebook looks for the repository around it.
+    cells = [nbformat.v4.new_code_cell(f"import os\nos.chdir({str(ROOT)!r})"), *cells]
     for cell in cells:
-        copy = nbformat.v4.new_code_cell(cell.source, outputs=cell.outputs if cell is cells[-1] else [])
+        copy = nbformat.v4.new_code_cell(cell.source, execution_count=1,
+                                         outputs=cell.outputs if cell is cells[-1] else [])
         copy.metadata["tags"] = [] if cell is cells[-1] else ["nbval-ignore-output"]
         notebook.cells.append(copy)
     with tempfile.TemporaryDirectory(prefix="liteinfer-grade-") as folder:
@@ -133,15 +137,15 @@ def run(cells: list[NotebookNode], timeout: int) -> list[tuple[bool, str]]:
                            timeout=(len(cells) + 1) * timeout + 120)
             cases = ET.parse(report).getroot().iter("testcase")
         except (subprocess.TimeoutExpired, OSError, ET.ParseError):
-            return [(False, f"no result within the time limit of {timeout} s a cell")] * len(cells)
+            return [(False, f"no result within the time limit of {timeout} s a cell")] * (len(cells) - 1)
         said = ["".join(f"{problem.get('message', '')}\n{problem.text or ''}" for problem in case) for case in cases]
     said += ["was not run, since a cell before it broke the kernel"] * (len(cells) - len(said))
-    return [(not text, text) for text in said]
+    return [(not text, text) for text in said[1:]]
 
 
 def last_line(text: str) -> str:
     """What an error report comes down to: the time limit, the exception's own line, or the differing output."""
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    plain = re.sub(r"(?:\x1b|#x1B)\[[0-9;]*m", "", text)   # JUnit XML spells the escape out
     if "Timeout of" in plain or "time limit" in plain:
         return "ran past the time limit (an endless loop?)"
     raised = re.findall(r"^(\w*(?:Error|Exception|Interrupt|Exit))(?:: (.*))?$", plain, flags=re.MULTILINE)

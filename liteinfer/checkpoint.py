@@ -67,13 +67,15 @@ class ModelConfig:
 def read_config(folder: Path) -> tuple[PretrainedConfig, ModelConfig]:
     """transformers' config of the model in `folder`, and ours. Raises LoadError for what cannot be run."""
     raw = read_json(folder / "config.json")
-    check_raw_config(folder, raw)
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except Exception as error:
-        raise LoadError(f"{folder / 'config.json'}: {one_line(error)}") from error
     generation = folder / "generation_config.json"
-    return config, model_config(config, raw, read_json(generation) if generation.exists() else {})
+    try:
+        check_raw_config(folder, raw)
+        config = AutoConfig.from_pretrained(folder)
+        return config, model_config(config, raw, read_json(generation) if generation.exists() else {})
+    except LoadError:
+        raise
+    except Exception as error:   # values of any type may stand there
+        raise LoadError(f"{folder / 'config.json'} cannot be used: {one_line(error)}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -139,6 +141,11 @@ def model_config(config: PretrainedConfig, raw: Mapping[str, Any], generation: M
         if not 0 <= token < config.vocab_size:
             raise LoadError(f"eos_token_id {token} is not below vocab_size {config.vocab_size}")
     rope_type, theta, parameters = _rope(config.to_dict())
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    for name, value in (("max_position_embeddings", config.max_position_embeddings), ("rope_theta", theta),
+                        ("num_hidden_layers", config.num_hidden_layers), ("head_dim", head_size)):
+        if not value > 0:
+            raise LoadError(f"{name} must be above 0, got {value}")
     return ModelConfig(
         architecture=config.model_type,
         vocab_size=config.vocab_size,
@@ -147,7 +154,7 @@ def model_config(config: PretrainedConfig, raw: Mapping[str, Any], generation: M
         num_layers=config.num_hidden_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        head_size=head_size,
         rms_norm_eps=config.rms_norm_eps,
         rope_theta=theta,
         rope_scaling=_rope_scaling(parameters) if rope_type == "llama3" else None,
@@ -166,9 +173,12 @@ def _ids(value: int | list[int] | None) -> list[int]:
 
 def _rope_scaling(parameters: Mapping[str, Any]) -> RopeScaling:
     try:
-        return RopeScaling(
+        scaling = RopeScaling(
             float(parameters["factor"]), float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"]),
             int(parameters["original_max_position_embeddings"]))
+        if scaling.factor <= 0 or scaling.low_freq_factor >= scaling.high_freq_factor:
+            raise ValueError("factor is not above 0, or low_freq_factor not below high_freq_factor")
+        return scaling
     except (KeyError, TypeError, ValueError) as error:
         needed = ", ".join(field.name for field in fields(RopeScaling))
         raise LoadError(f"rope_type 'llama3' needs the numbers {needed}; the config has {dict(parameters)}") from error
@@ -230,7 +240,10 @@ def _check_tied(folder: Path, files: Mapping[str, Path]) -> None:
 def _weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint: those its index lists, or model.safetensors."""
     if (folder / INDEX).is_file():
-        shards = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+        listed = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(listed, dict) or not all(isinstance(shard, str) for shard in listed.values()):
+            raise LoadError(f"{folder / INDEX} has no weight_map that names a file for each tensor")
+        shards = sorted(set(listed.values()))
         for shard in shards:
             if not (folder / shard).is_file():
                 raise LoadError(f"{folder} misses the shard {shard}, one of {len(shards)} that {INDEX} lists")

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from filelock import FileLock
 from gguf import GGUFReader, dequantize
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
@@ -78,7 +79,7 @@ def converted(stem: str, sha256: str, find: Callable[[], Path]) -> Path:
         with FileLock(root / f"{folder.name}.lock"):
             if not folder.is_dir():
                 _convert_to(gguf, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise LoadError(f"cannot write the converted model to {root}: {error}; "
                         "LITEINFER_CACHE names another folder") from error
     return folder
@@ -94,7 +95,10 @@ def _convert_to(gguf: Path, folder: Path) -> None:
         seconds = max(5, gguf.stat().st_size // 10_000_000)
         print(f"liteinfer: converting {gguf.name} to {folder}, once (about {seconds} s)", file=sys.stderr)
     try:
-        convert_gguf(gguf, part)
+        try:
+            convert_gguf(gguf, part)
+        except (KeyError, TypeError, ZeroDivisionError, RuntimeError) as error:   # metadata of any kind
+            raise LoadError(f"{gguf} cannot be converted: {one_line(error)}") from error
         for path in (*part.iterdir(), part):
             _fsync(path)
         part.rename(folder)

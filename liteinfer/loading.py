@@ -134,6 +134,8 @@ class LoadedModel:
         Text that already starts with the BOS token's own text gets no second one.
         """
         tokenizer = self._need_tokenizer()
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise LoadError(f"the text is not valid Unicode (a lone surrogate, from bytes that are no UTF-8): {text!r}")
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         if ids and ids[0] == tokenizer.bos_token_id:
             return ids
@@ -147,7 +149,11 @@ class LoadedModel:
         tokenizer = self._need_tokenizer()
         if not tokenizer.chat_template:
             raise LoadError(f"the tokenizer of {self.name!r} has no chat template")
-        text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
+        try:
+            text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False,
+                                                 add_generation_prompt=True)
+        except Exception as error:   # templates are programs and fail in their own ways
+            raise LoadError(f"the chat template of {self.name!r} refuses these messages: {one_line(error)}") from error
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -239,6 +245,8 @@ def _device(device: str | torch.device | None) -> torch.device:
         device = torch.device(device)
     except RuntimeError as error:
         raise LoadError(f"unknown device {device!r}; there are cpu and cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise LoadError(f"device {str(device)!r} is not supported; there are cpu and cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise LoadError(f"device {str(device)!r} asked for, but {cuda_hint() or 'torch sees no NVIDIA GPU'}")
     return device

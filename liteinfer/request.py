@@ -50,8 +50,13 @@ class SamplingParams:
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for name in ("stop_token_ids", "stop"):
+            value = getattr(self, name)
+            _require(isinstance(value, (str, list, tuple)), f"{name} must be a list, got {value!r}")
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        for name in ("ignore_eos", "logprobs"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), f"{name} must be True or False, got {value!r}")
         _require(_is_int(self.max_tokens) and self.max_tokens >= 1,
                  f"max_tokens must be an integer of at least 1, got {self.max_tokens!r}")
         _require(_is_number(self.temperature) and self.temperature >= 0,
@@ -108,7 +113,7 @@ class Request:
             return "stop"
         if token_id in eos_token_ids and not self.params.ignore_eos:
             return "stop"
-        if len(self.output_token_ids) == self.params.max_tokens:
+        if len(self.output_token_ids) >= self.params.max_tokens:
             return "length"
         return None
 
@@ -169,4 +174,4 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf

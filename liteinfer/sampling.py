@@ -20,10 +20,12 @@ def sample(logits: Tensor, request: Request) -> int:
     Advances the request's generator by one draw, unless it is greedy.
 
     Raises:
-        FloatingPointError: a logit is NaN. argmax would quietly answer with it.
+        FloatingPointError: a logit is NaN, or none is finite. argmax would quietly answer.
     """
-    if torch.isnan(logits).any():
-        raise FloatingPointError(f"{int(torch.isnan(logits).sum())} of {logits.numel()} logits are NaN")
+    if not logits.max().isfinite():   # the maximum of anything with a NaN is NaN
+        wrong = int(logits.isnan().sum())
+        raise FloatingPointError(f"{wrong} of {logits.numel()} logits are NaN" if wrong else
+                                 f"the largest of {logits.numel()} logits is {float(logits.max())}")
     if request.params.temperature == 0:
         return int(logits.argmax())
     probs = processed_probs(logits, request.params)                          # [V]

@@ -276,8 +276,7 @@ Toy CPU, 2 cores, 2 threads · 2026-12-01, 2 rounds · python 3.11, torch 2.13.0
 | liteinfer-eager | 9.0 (8.0..10.0) | 1.12 | 3.6 | 110.0 | 4.50x | 4.50x | - | ████ |
 | liteinfer-native-packed | 18.0 (16.0..20.0) | 2.25 | 1.8 | 55.0 | - | 9.00x | - | ████████ |
 
-vs vLLM: no vLLM reference was measured in this run; references come with `make references`, \
-which is not built yet in this version.
+vs vLLM: no vLLM reference was measured in this run, hence the dashes.
 
 **Counters: one throughput pass, the same on every machine**
 

@@ -42,6 +42,9 @@ class Engine(ABC):
                 prompt plus max_tokens beyond max_model_len.
         """
         vocab, prompt = self.model.config.vocab_size, request.prompt_token_ids
+        if request.output_token_ids:
+            raise ValueError(f"request {request.request_id} has {len(request.output_token_ids)} output tokens already: "
+                             "a request runs once")
         if not prompt:
             raise ValueError(f"request {request.request_id}: the prompt is empty, it needs at least 1 token")
         for token in (*prompt, *request.params.stop_token_ids):
@@ -129,10 +132,14 @@ class OneAtATime(Engine):
             logits = self.next_logits(request)                               # [V]
             token = sample(logits, request)
         except Exception as error:
-            event = TokenEvent(request.request_id, finish_reason="error", error=f"{type(error).__name__}: {error}")
+            reason = " ".join(f"{type(error).__name__}: {error}".split())    # one line
+            event = TokenEvent(request.request_id, finish_reason="error", error=reason)
+        except BaseException:   # Ctrl-C in mid-forward: what is kept may be half written, so it is made again
+            self.release()
+            raise
         else:
-            reason = request.append(token, self.model.config.eos_token_ids)
-            event = TokenEvent(request.request_id, (token,), logprobs(logits, token, request.params), reason)
+            ended = request.append(token, self.model.config.eos_token_ids)
+            event = TokenEvent(request.request_id, (token,), logprobs(logits, token, request.params), ended)
         if event.finish_reason:
             self._end_running()
         return event
