@@ -21,6 +21,7 @@ Result = dict[str, Any]
 HashOf = Callable[[str], str | None]   # a row's name -> the hash of its code as it is now, None if not known
 
 SCHEMA = 1
+ROW = {"name", "latency", "throughput", "prompts"}   # what every row of a result has
 MACHINE = ("name", "cpu", "cores", "threads", "gpu")   # what makes two machines the same one
 
 
@@ -82,6 +83,9 @@ def load(path: str | Path) -> Result:
     missing = [key for key in ("machine", "versions", "model", "workload", "rows") if key not in result]
     if missing:
         raise ValueError(f"{path}: not a whole result, {', '.join(missing)} missing")
+    rows = result["rows"]
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and row.keys() >= ROW for row in rows):
+        raise ValueError(f"{path}: not a whole result, rows is not a list of rows with {', '.join(sorted(ROW))}")
     return {**result, "source": Path(path).stem}
 
 

@@ -33,7 +33,8 @@ def grade_(
 
     grades = list[Grade]()
     for notebook in returned(path):
-        for result in grade(notebook, timeout):
+        name = notebook.name if path.is_file() else str(notebook.relative_to(path))
+        for result in grade(notebook, timeout, name):
             typer.echo(result.line())
             grades.append(result)
     passed = sum(result.verdict == "passed" for result in grades)

@@ -14,7 +14,7 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def code_cells(path: Path) -> list[NotebookNode]:
 
 
 def tags(cell: NotebookNode) -> list[str]:
-    return list(cell.metadata.get("tags", []))
+    return list(cell.metadata.get("tags") or [])
 
 
 def tagged(cells: list[NotebookNode], tag: str, exercise: str | None = None) -> list[NotebookNode]:

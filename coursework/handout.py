@@ -34,8 +34,8 @@ def hand_out(target: Path, root: Path = ROOT) -> list[Path]:
 
 
 def shipped(root: Path) -> list[Path]:
-    """The course's files that students get, relative to it: those git tracks or would, if this is a checkout."""
-    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=root,
+    """The course's files that students get, relative to it: those git tracks, if this is a checkout."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root,
                             capture_output=True, text=True, check=False)
     if listed.returncode == 0:
         paths = [Path(name) for name in listed.stdout.split("\0") if name and (root / name).is_file()]

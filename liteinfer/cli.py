@@ -14,7 +14,8 @@ from liteinfer import lineage
 if TYPE_CHECKING:
     from liteinfer.llm import LLM
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="A small LLM inference engine, rung by rung.")
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
+                  help="A small LLM inference engine, rung by rung.")
 
 
 @app.callback()

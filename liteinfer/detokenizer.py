@@ -13,12 +13,15 @@ UNFINISHED = "\ufffd"   # what a decoder writes for bytes that are no character 
 
 
 class Detokenizer:
-    """Turns one sequence's tokens into pieces of text that join to the whole decode.
+    """Turns one sequence's tokens into pieces of text, which join to the whole decode.
 
     `decode` maps token ids to text. Each call decodes a window of a few tokens: some that are
     done with, which give the spaces their context, and those whose text is not settled. A
     character that is cut off shows as U+FFFD at the end, one (byte-level BPE) or one for each of
     its at most 3 bytes (SentencePiece's byte fallback), so that many are held back.
+
+    Byte fallback also turns the whole characters next to broken bytes into U+FFFD. Text that is
+    out cannot be called back, so there alone a stream keeps characters that the whole decode loses.
     """
 
     CONTEXT = 4    # settled tokens kept in the window
@@ -28,23 +31,24 @@ class Detokenizer:
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._window: list[int] = []
-        self._given = ""   # the part of the window's text that is out
+        self._given = ""    # the part of the window's text that is out
+        self._settled = 0   # how many of its tokens that text is, when no character was cut off
 
     def feed(self, token_id: int) -> str:
         """Take one token; return the text that is now certain, possibly none."""
         self._window.append(token_id)
-        text = self._decode(self._window)
-        unsettled = min(3, len(text) - len(text.rstrip(UNFINISHED)))
-        certain = text[:len(text) - unsettled]
-        piece = ""
-        # Byte fallback shows even the characters before a cut-off one as U+FFFD, until it is whole.
-        if certain.startswith(self._given):
-            piece, self._given = certain[len(self._given):], certain
-            if len(self._window) > self.LONGEST:
-                self._shorten(text)
+        text, certain = self._text()
+        if not certain.startswith(self._given):   # byte fallback, in the middle of the next character
+            self._window, self._given, self._settled = self._window[self._settled:], "", 0
+            text, certain = self._text()
+        piece, self._given = certain[len(self._given):], certain
+        if certain == text:
+            self._settled = len(self._window)
+        if len(self._window) > self.LONGEST:
+            self._shorten(text)
         if len(self._window) > self.LIMIT:
             piece += self.flush()
-            self._window, self._given = [], ""
+            self._window, self._given, self._settled = [], "", 0
         return piece
 
     def flush(self) -> str:
@@ -52,6 +56,12 @@ class Detokenizer:
         text = self._decode(self._window)
         piece, self._given = text[len(self._given):], text
         return piece
+
+    def _text(self) -> tuple[str, str]:
+        """The window's text, and what of it no further token can change."""
+        text = self._decode(self._window)
+        unsettled = min(3, len(text) - len(text.rstrip(UNFINISHED)))
+        return text, text[:len(text) - unsettled]
 
     def _shorten(self, text: str) -> None:
         """Drop tokens from the front, at a place between two characters.
@@ -64,13 +74,14 @@ class Detokenizer:
             front, tail = self._decode(self._window[:-kept]), self._decode(self._window[-kept:])
             between = text.startswith(front) and not front.endswith(UNFINISHED)
             if (between or front + tail == text) and len(tail) > len(pending) and tail.endswith(pending):
+                self._settled = max(0, self._settled - (len(self._window) - kept))
                 self._window = self._window[-kept:]
                 self._given = tail[:len(tail) - len(pending)]
                 return
 
 
 class StopStrings:
-    """Cuts a stream of text before the first stop string, and holds back what may become one."""
+    """Cuts a stream of text before the stop string that is complete first, and holds back what may become one."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(stop)
@@ -80,10 +91,10 @@ class StopStrings:
     def feed(self, piece: str) -> str:
         """Take more text; return what is certain not to belong to a stop string."""
         text = self._held + piece
-        starts = [at for stop in self._stop if (at := text.find(stop)) >= 0]
-        if starts:
+        found = [(at + len(stop), at) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
             self.found, self._held = True, ""
-            return text[:min(starts)]
+            return text[:min(found)[1]]
         hold = next(n for n in range(len(text), -1, -1)
                     if n == 0 or any(stop.startswith(text[len(text) - n:]) for stop in self._stop))
         self._held = text[len(text) - hold:]

@@ -136,6 +136,13 @@ class LLM:
 
 def _each(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt, as text or as token ids, is a list of one."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(item, int) for item in prompts)):
-        return [cast(Prompt, prompts)]
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise ValueError(f"prompts must be text, a list of token ids or a list of those, got {type(prompts).__name__}")
+    if prompts and not any(isinstance(item, (str, list, tuple)) for item in prompts):
+        return [cast(Sequence[int], prompts)]   # whatever is no token id there, the engine names
+    for item in prompts:
+        if not isinstance(item, (str, list, tuple)):
+            raise ValueError(f"a prompt must be text or a list of token ids, got {item!r}")
     return list(cast(Sequence[Prompt], prompts))

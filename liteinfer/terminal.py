@@ -52,12 +52,9 @@ class Conversation:
         """Stream the answer. What was said before a Ctrl-C stays in the conversation; a refused message does not."""
         messages = [*self.messages, {"role": "user", "content": message}]
         begin, first, tokens, text = time.perf_counter(), None, 0, ""
+        deltas = None
         try:
             deltas = self.llm.stream(self.llm.model.encode_chat(messages), self.params)
-        except ValueError as error:   # the conversation has grown too long, or the model has no template
-            print(f"{error} (/reset forgets the conversation)", file=sys.stderr)
-            return
-        try:
             for delta in deltas:
                 tokens += len(delta.token_ids)
                 first = first if first is not None or not tokens else time.perf_counter()
@@ -66,8 +63,12 @@ class Conversation:
                 if delta.error:
                     print(f"\n{delta.error}", file=sys.stderr)
                     return
+        except ValueError as error:   # the conversation has grown too long, or the model's template refuses it
+            print(f"{error} (/reset forgets the conversation)", file=sys.stderr)
+            return
         except KeyboardInterrupt:
-            deltas.close()
+            if deltas is not None:
+                deltas.close()
             print(" (stopped)", end="")
         print()
         self.messages = [*messages, {"role": "assistant", "content": text}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import nbformat
 import pytest
 
 from coursework.cells import ROOT, code_cells, exercises, notebooks, tagged, tags
-from coursework.grade import Grade, grade, junit, last_line, original_of, returned
+from coursework.grade import OTHER_OUTPUT, PAST_LIMIT, Grade, definitions, failure, grade, junit, original_of, returned
 from coursework.handout import hand_out
 
 CH01 = next(path for path in notebooks() if path.name.startswith("01"))
@@ -39,7 +40,8 @@ def test_a_handout_has_all_a_student_needs_and_no_answer(handout: Path) -> None:
         for mine, other in zip(ours.cells, theirs.cells, strict=True):
             if "solution" in tags(mine):
                 number = mine.metadata["exercise"]
-                assert f'raise NotImplementedError("chapter {int(number[0])}, exercise {number}' in other.source
+                chapter = int(number.split(".")[0])
+                assert f'raise NotImplementedError("chapter {chapter}, exercise {number}' in other.source
                 assert other.outputs == [] and tags(other) == tags(mine)
             else:
                 assert other == mine
@@ -76,21 +78,33 @@ def submission(folder: Path, edits: dict[str, str | None], extra: str | None = N
 
 @pytest.mark.notebook
 def test_grading_says_how_each_exercise_went(tmp_path: Path) -> None:
-    """Solved with a helper of the student's own, a usual mistake, an endless loop, not attempted."""
+    """Solved with a helper of the student's own, a usual mistake, an endless loop, not attempted.
+
+    Cells of their own that fail or never end cost nothing.
+    """
     first, second, third, *rest = exercises(CH01)
     misconception, wrong = importlib.import_module("tests.exercises.ch01").WRONG[second.number][0]
     path = submission(tmp_path, {
-        first.number: first.solution.source + "\nassert helper() == 1\n",
+        first.number: first.solution.source + "\nassert helper() == 1\nprint('debugging')\n",
         second.number: wrong,
-        third.number: "while True:\n    pass",
-    }, extra="def helper() -> int:\n    return 1")
-    grades = {g.exercise: g for g in grade(path, timeout=20)}
+        third.number: "while True:   # the time limit will end this\n    pass",
+    }, extra="def helper() -> int:\n    return 1\n\nwork(3, 4)\nwhile True:\n    pass")
+    grades = {g.exercise: g for g in grade(path, timeout=25)}
     assert grades[first.number].verdict == "passed", grades[first.number].line()
     assert grades[second.number].verdict == "failed"
     assert len(grades[second.number].reason.split()) >= 5, (misconception, grades[second.number].reason)
     assert grades[third.number].verdict == "broken" and "time limit" in grades[third.number].reason
     assert [grades[e.number].verdict for e in rest] == ["not attempted"] * len(rest)
-    assert all("\n" not in g.line() for g in grades.values())
+    assert all("\n" not in g.line() and "\x1b" not in g.line() and "#x1B" not in g.line() for g in grades.values())
+
+
+@pytest.mark.slow
+@pytest.mark.notebook
+@pytest.mark.parametrize("path", notebooks(), ids=lambda path: path.stem)
+def test_the_solutions_pass_their_own_grading(path: Path) -> None:
+    grades = grade(path, timeout=60)
+    assert [g.verdict for g in grades] == ["passed"] * len(exercises(path)), [g.line() for g in grades]
+    assert not any(g.remark for g in grades)
 
 
 @pytest.mark.notebook
@@ -104,7 +118,7 @@ def test_a_check_that_was_deleted_or_changed_is_reported_and_does_not_help(tmp_p
         elif "check" in cell.metadata.get("tags", []) and cell.metadata["exercise"] == second.number:
             cell.source = "print('all good')"
     nbformat.write(notebook, path)
-    grades = {g.exercise: g for g in grade(path, timeout=20)}
+    grades = {g.exercise: g for g in grade(path, timeout=40)}
     assert grades[first.number].verdict == grades[second.number].verdict == "not attempted"
     assert "deleted" in grades[first.number].remark and "changed" in grades[second.number].remark
 
@@ -126,7 +140,7 @@ def test_what_is_no_notebook_or_lost_its_cells_is_reported(tmp_path: Path) -> No
 
 
 def test_junit_counts_and_reasons() -> None:
-    path = Path("01_no_cache_ann.ipynb")
+    path = "ann/01_no_cache.ipynb"
     grades = [Grade(path, "1.1", "passed"), Grade(path, "1.2", "failed", "off by <one>"),
               Grade(path, "1.3", "not attempted", remark="its check was changed"), Grade(path, "1.4", "broken", "no")]
     suite, = ET.fromstring(junit(grades).split("?>", 1)[1])
@@ -137,15 +151,55 @@ def test_junit_counts_and_reasons() -> None:
     assert suite[2].find("system-out") is not None
 
 
+def report(message: str, source: str = "x = 1", traceback: str = "") -> str:
+    """As nbval puts it, colours spelled as JUnit XML spells them."""
+    trace = f"\n#x1B[94mTraceback:#x1B[0m\n{traceback}\n" if traceback else ""
+    return (f"#x1B[91mNotebook cell execution failed#x1B[0m\n#x1B[94mCell 3: {message}\n\nInput:\n#x1B[0m"
+            f"{source}\n{trace}")
+
+
+RAISED = "Cell execution caused an exception"
+
+
 @pytest.mark.parametrize(("text", "expected"), [
-    ("Traceback ...\nAssertionError: TTFT is no gap: it\nmore", "TTFT is no gap: it"),
-    ("\x1b[31mZeroDivisionError\x1b[0m: division by zero", "ZeroDivisionError: division by zero"),
-    ("Timeout of 20 seconds exceeded while executing cell.", "ran past the time limit (an endless loop?)"),
-    ("mismatch 'stdout'\n<<<<", "the check passes but prints other numbers than expected"),
-    ("", "failed"),
+    ("", ""),
+    (report(RAISED, traceback="#x1B[31m----#x1B[39m\n#x1B[31mAssertionError#x1B[39m: TTFT is no gap: it\nis a wait"),
+     "TTFT is no gap: it is a wait"),
+    (report(RAISED, traceback="ZeroDivisionError: division by zero"), "ZeroDivisionError: division by zero"),
+    (report(RAISED, traceback='NotImplementedError: chapter 1, exercise 1.2: yours'),
+     "NotImplementedError: chapter 1, exercise 1.2: yours"),
+    (report(RAISED, "# Timeout of 5 seconds exceeded: near the time limit", "SyntaxError: invalid syntax"),
+     "SyntaxError: invalid syntax"),
+    (report("Timeout of 20 seconds exceeded executing cell", traceback="KeyboardInterrupt: "), PAST_LIMIT),
+    (report("Cell outputs differ", traceback="mismatch 'stdout'"), OTHER_OUTPUT),
 ])
 def test_an_error_report_comes_down_to_one_line(text: str, expected: str) -> None:
-    assert last_line(text) == expected
+    assert failure(text) == expected
+
+
+def test_of_a_students_own_cells_only_definitions_are_kept() -> None:
+    assert definitions("import math\nx = 1\nprint(x)\ndef f(a: int) -> int:\n    return a\nwhile True: pass") == (
+        "import math\n\ndef f(a: int) -> int:\n    return a")
+    assert definitions("this is no python") == definitions("%timeit f()") == ""
+
+
+@pytest.mark.slow
+@pytest.mark.notebook
+def test_a_notebook_of_another_format_or_with_odd_metadata_is_graded(tmp_path: Path) -> None:
+    """Colab writes 4.0 notebooks without cell ids; a "tags": null or a cell without source must not end the run."""
+    notebook = nbformat.read(CH01, as_version=4)
+    notebook.nbformat_minor = 0
+    for cell in notebook.cells:
+        cell.pop("id", None)
+        if not cell.metadata.get("tags"):
+            cell.metadata["tags"] = None
+    path = tmp_path / CH01.name
+    path.write_text(json.dumps(notebook))
+    assert all(g.verdict in ("passed", "broken", "failed") for g in grade(path, timeout=40))
+    for cell in notebook.cells:
+        cell.pop("source", None)
+    path.write_text(json.dumps(notebook))
+    assert {g.verdict for g in grade(path, timeout=40)} == {"broken"}
 
 
 def test_the_command_line(tmp_path: Path) -> None:

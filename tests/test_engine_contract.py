@@ -77,7 +77,38 @@ def test_a_request_id_in_flight_is_refused(row: str, tiny_llama: LoadedModel) ->
         engine.add(Request("a", [2]))
     engine.abort("a")
     drain(engine)
-    assert outputs(engine, [[1]], SamplingParams(max_tokens=1))
+    assert [len(tokens) for tokens in outputs(engine, [[1]], SamplingParams(max_tokens=1))] == [1]
+
+
+@pytest.mark.parametrize("row", rows())
+def test_a_request_runs_once(row: str, tiny_llama: LoadedModel) -> None:
+    engine, request = build(row, tiny_llama), Request("a", [1, 2], SamplingParams(max_tokens=3))
+    list(run(engine, [request]))
+    with pytest.raises(ValueError, match="3 output tokens already"):
+        engine.add(request)
+
+
+@pytest.mark.parametrize("row", rows())
+def test_a_step_interrupted_in_mid_forward_can_be_made_again(row: str) -> None:
+    model = tiny_model("llama", seed=8)
+    expected = outputs(build(row, model), [[4, 5]], SamplingParams(max_tokens=5))[0]
+    engine, request = build(row, model), Request("a", [4, 5], SamplingParams(max_tokens=5))
+    healthy, calls = engine.next_logits, 0
+
+    def interrupted(request: Request) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        logits = healthy(request)   # keys and values are written, then Ctrl-C comes
+        if calls == 3:
+            raise KeyboardInterrupt
+        return logits
+
+    engine.next_logits = interrupted
+    engine.add(request)
+    with pytest.raises(KeyboardInterrupt):
+        drain(engine)
+    drain(engine)
+    assert request.output_token_ids == expected
 
 
 @pytest.mark.parametrize("row", rows())

@@ -64,6 +64,14 @@ def test_an_interrupted_call_leaves_nothing_behind(tiny_llama: LoadedModel) -> N
     assert llm.generate([[4, 5]], SamplingParams(max_tokens=5))[0].token_ids == expected
 
 
+@pytest.mark.parametrize(("prompts", "named"), [
+    ([1.5], "1.5"), ([1, None], "None"), (5, "int"), ({1: 2}, "dict"), ([[1], 2], "2"), (["x", None], "None"),
+])
+def test_what_is_no_prompt_is_named(prompts: object, named: str, smol: LoadedModel) -> None:
+    with pytest.raises(ValueError, match=named):
+        LLM(smol).generate(prompts)
+
+
 def test_unknown_row_is_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ValueError, match="unknown row 'turbo'"):
         LLM("/no/such/folder", row="turbo")

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.ch01
     ("temperature", -1), ("temperature", math.nan), ("temperature", math.inf), ("temperature", "1"),
     ("top_k", -2), ("top_k", 1.5), ("top_p", 1.5), ("top_p", -0.1), ("top_p", math.nan),
     ("seed", -1), ("seed", 2**63), ("seed", 0.5), ("stop_token_ids", (-1,)), ("stop_token_ids", (1.5,)),
-    ("stop", ("",)), ("stop", (3,)), ("top_logprobs", -1), ("top_logprobs", 21), ("top_logprobs", 2),
+    ("stop", None), ("stop", 5), ("stop_token_ids", None), ("stop_token_ids", 5),
+    ("logprobs", 5), ("ignore_eos", "no"), ("stop", ("",)), ("stop", (3,)),
+    ("top_logprobs", -1), ("top_logprobs", 21), ("top_logprobs", 2),
 ])
 def test_a_setting_out_of_range_is_named_with_its_value(setting: str, value: object) -> None:
     with pytest.raises(ValueError, match=setting) as caught:

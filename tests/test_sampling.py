@@ -53,6 +53,15 @@ def test_nan_logits_are_an_error_and_not_token_0() -> None:
             draw(params, LOGITS.clone().index_fill_(0, torch.tensor([3]), float("nan")))
 
 
+@pytest.mark.parametrize(("value", "named"), [("inf", "inf"), ("-inf", "-inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_without_a_finite_best_are_an_error(value: str, named: str, temperature: float) -> None:
+    logits = torch.full((V,), float("-inf"))
+    logits[3] = float(value)
+    with pytest.raises(FloatingPointError, match=f"the largest of 8 logits is {named}"):
+        draw(SamplingParams(temperature=temperature), logits)
+
+
 def test_infinite_negative_logits_are_never_drawn() -> None:
     logits = torch.full((V,), float("-inf"))
     logits[5] = 0.0

@@ -94,6 +94,19 @@ def test_the_other_tokenizer_family_too(sentencepiece: Decode) -> None:
         assert "".join(pieces) == sentencepiece(ids) and rest == ""
 
 
+def test_broken_bytes_of_the_other_family_hold_nothing_up(sentencepiece: Decode) -> None:
+    """Characters already out stay out, and the words behind the broken byte come at once."""
+    face, words = [byte + 1 for byte in "😀".encode()], [257, 258, 257, 258] * 6
+    pieces, rest, longest = pieces_of([*face, 0xFF + 1, *words], sentencepiece)
+    assert pieces[3] == "😀" and pieces[4] == ""
+    assert pieces[5] == "\ufffd Hello" and all(pieces[6:]) and rest == ""
+    assert longest <= Detokenizer.LONGEST + 1
+    rng = random.Random(2)
+    for _ in range(100):
+        ids = [rng.choice([rng.randrange(1, 257), rng.randrange(257, 267)]) for _ in range(200)]
+        assert pieces_of(ids, sentencepiece)[2] <= Detokenizer.LIMIT + 1
+
+
 def test_t1_no_replacement_character_inside_a_character(smol: LoadedModel) -> None:
     ids = smol.tokenizer("👩‍🔬 naïve 日本語 🇳🇴", add_special_tokens=False)["input_ids"]
     for cut in range(1, len(ids) + 1):
@@ -122,6 +135,7 @@ def test_the_work_per_token_is_bounded(smol: LoadedModel) -> None:
     (["END"], "abcENDdef", "abc"), (["END"], "abcEN", "abcEN"), (["END"], "EEND", "E"), (["aab"], "aaab", "a"),
     (["xyz", "b"], "abxyz", "a"), (["xyz", "cd"], "abxycd", "abxy"), (["x"], "x", ""), ([], "abc", "abc"),
     (["日本"], "a日日本", "a日"), (["abcabd"], "abcabcabd", "abc"),
+    (["abcd", "bc"], "xabcd", "xa"), (["bc", "abc"], "xabc", "x"),
 ])
 def test_stop_strings_cut_exactly_whatever_the_pieces(stop: list[str], text: str, expected: str) -> None:
     for cuts in range(2 ** (len(text) - 1)):

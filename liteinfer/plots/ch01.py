@@ -72,15 +72,15 @@ def _grid(axes: Axes, steps: Sequence[StepRecord]) -> None:
     for row, (step, fresh) in enumerate(zip(steps, first_times(steps), strict=True)):
         cells[row, step.length - step.computed:step.length] = 2
         cells[row, step.length - fresh:step.length] = 1
-    axes.pcolormesh(np.arange(positions + 1) + 0.5, np.arange(len(steps) + 1) + 0.5, cells, vmin=0, vmax=2,
+    axes.pcolormesh(np.arange(positions + 1) - 0.5, np.arange(len(steps) + 1) + 0.5, cells, vmin=0, vmax=2,
                     cmap=ListedColormap(["white", BLUE, ORANGE]), edgecolors="white", linewidth=1.5)
-    axes.axvline(prompt + 0.5, color="black", linewidth=1, linestyle="--")
-    middle_of_outputs = (prompt + positions + 1) / 2
-    for x, name in (((prompt + 1) / 2, "prompt tokens"), (middle_of_outputs, "output tokens, fed back")):
+    axes.axvline(prompt - 0.5, color="black", linewidth=1, linestyle="--")
+    middle_of_outputs = (prompt + positions - 1) / 2
+    for x, name in (((prompt - 1) / 2, "prompt tokens"), (middle_of_outputs, "output tokens, fed back")):
         axes.annotate(name, (x, 1), xycoords=("data", "axes fraction"), xytext=(0, 4), textcoords="offset points",
                       ha="center", va="bottom", fontsize=9)
     axes.invert_yaxis()
-    axes.set(xlabel="position in the sequence", ylabel="step (one output token each)")
+    axes.set(xlabel="position in the sequence, from 0", ylabel="step (one output token each)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=4))
     axes.spines[["top", "right"]].set_visible(False)
