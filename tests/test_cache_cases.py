@@ -165,3 +165,7 @@ def test_sequences_of_one_step_do_not_see_each_other(tiny_llama: LoadedModel) ->
     got = step((2, 4, a[4:]), (0, 0, b), (1, 0, c))
     expected = torch.cat([whole(tiny_llama, a)[4:], whole(tiny_llama, b), whole(tiny_llama, c)])
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    # And what each stored is still its own one step later, in another order.
+    got = step((0, len(b), [11]), (1, len(c), [12]), (2, 5, [13]))
+    expected = torch.cat([whole(tiny_llama, [*ids, new])[-1:] for ids, new in ((b, 11), (c, 12), (a, 13))])
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)

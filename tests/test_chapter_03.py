@@ -53,7 +53,7 @@ def test_a_step_writes_only_its_own_slots() -> None:
     assert written == [[5], [0, 1, 2]]
     never = after.isnan().all(dim=(0, 2, 4))
     assert never.any(dim=0).tolist() == [False] * 3 + [True] * 7 and int(never.sum()) == 11
-    says("11 of the 20 slots")
+    says("11 of the 20 are never touched")
 
 
 def test_what_each_row_of_the_example_may_see(tiny_llama: LoadedModel) -> None:
