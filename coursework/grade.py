@@ -154,7 +154,8 @@ def run(parts: list[str], check: NotebookNode, timeout: int) -> list[str]:
         path, report = Path(folder) / "exercise.ipynb", Path(folder) / "report.xml"
         nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata=KERNEL), path)
         command = [sys.executable, "-m", "pytest", "--nbval", f"--nbval-cell-timeout={timeout}", "-q", "-c", os.devnull,
-                   "--rootdir", folder, "-p", "no:cacheprovider", f"--junit-xml={report}", str(path)]
+                   "--rootdir", folder, "-p", "no:cacheprovider", "-p", "coursework.nbval_stderr",
+                   f"--junit-xml={report}", str(path)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         environment.pop("PYTEST_ADDOPTS", None)
         try:

@@ -107,6 +107,7 @@ def test_the_solutions_pass_their_own_grading(path: Path) -> None:
     assert not any(g.remark for g in grades)
 
 
+@pytest.mark.slow
 @pytest.mark.notebook
 def test_a_check_that_was_deleted_or_changed_is_reported_and_does_not_help(tmp_path: Path) -> None:
     first, second, *_ = exercises(CH01)

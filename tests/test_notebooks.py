@@ -38,6 +38,7 @@ def parameters(paths: list[Path]) -> list:
 def nbval(path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a notebook and compare its outputs, as `make test` and an instructor do."""
     command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-cell-timeout=300", "-q", "-p", "no:cacheprovider",
+               "-p", "coursework.nbval_stderr",
                "-c", os.devnull, "--rootdir", str(path.parent), str(path)]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True,
                           check=False)
