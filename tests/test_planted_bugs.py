@@ -98,6 +98,7 @@ def test_planted_bug_is_caught(bug: Bug, outcomes: dict[Bug, list[tuple[str, str
     assert {kind for how, kind in outcome if how != "passed"} == {"AssertionError"}, outcome
 
 
+@pytest.mark.slow   # the same tests run unchanged in every run; here in the child processes
 def test_the_named_tests_pass_on_an_unchanged_copy(processes: multiprocessing.context.ForkServerContext,
                                                    tmp_path: Path) -> None:
     copy_of_the_tree(tmp_path)
