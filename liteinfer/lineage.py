@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from liteinfer.engines.base import Engine
     from liteinfer.loading import LoadedModel
@@ -22,7 +24,8 @@ class Row:
     """One row of the ladder.
 
     `parts` are the engine's constructor arguments that make it this row: an
-    argument's name, and the "module:Class" that is built for it.
+    argument's name, and the "module:Class" that is built for it. `needs` is what
+    a machine must have to run it: None, or "CUDA".
     """
 
     name: str
@@ -33,6 +36,7 @@ class Row:
     reference: str = "vllm"
     widths: tuple[int, ...] = (1,)
     parts: Mapping[str, str] = field(default_factory=dict)
+    needs: str | None = None
 
 
 LADDER: tuple[Row, ...] = (
@@ -46,6 +50,25 @@ LADDER: tuple[Row, ...] = (
     Row("liteinfer-native-packed", 3, "liteinfer.engines.native_cache:NativeCacheEngine",
         "the same, weights fused and laid out for this machine", improves_on="liteinfer-native-eager",
         parts={"linear": "liteinfer.model.linear:Packed"}),
+    Row("liteinfer-paged", 4, "liteinfer.engines.paged:PagedEngine",
+        "blocks from a pool, gathered before attention", improves_on="liteinfer-native-packed",
+        parts={"linear": "liteinfer.model.linear:Packed", "attention": "liteinfer.cache.paged:GatherSdpa"}),
+    Row("liteinfer-paged-triton", 4, "liteinfer.engines.paged:PagedEngine",
+        "a kernel reads the pages in place", improves_on="liteinfer-paged", needs="CUDA",
+        parts={"linear": "liteinfer.model.linear:Packed",
+               "attention": "liteinfer.kernels.paged_attention:TritonAttention"}),
+    Row("liteinfer-eager-b4", 5, "liteinfer.engines.static_batch:DynamicStaticBatch",
+        "DynamicCache in static batches of 4, padded on the left", improves_on="liteinfer-eager",
+        reference="vllm-b4", widths=(4,)),
+    Row("liteinfer-native-eager-b4", 5, "liteinfer.engines.static_batch:NativeStaticBatch",
+        "our forward in static batches of 4, ragged", improves_on="liteinfer-native-eager",
+        reference="vllm-b4", widths=(4,), parts={"linear": "liteinfer.model.linear:Plain"}),
+    Row("liteinfer-paged-b4", 5, "liteinfer.engines.static_batch:PagedStaticBatch",
+        "pages in static batches of 4", improves_on="liteinfer-paged", reference="vllm-b4", widths=(4,),
+        parts={"linear": "liteinfer.model.linear:Packed", "attention": "liteinfer.cache.paged:GatherSdpa"}),
+    Row("liteinfer-paged-b32", 5, "liteinfer.engines.static_batch:PagedStaticBatch",
+        "pages in static batches of 32", improves_on="liteinfer-paged-b4", reference="vllm-continuous", widths=(32,),
+        parts={"linear": "liteinfer.model.linear:Packed", "attention": "liteinfer.cache.paged:GatherSdpa"}),
 )
 
 DEFAULT = "liteinfer-native-packed"   # what LLM and the command line use unless told otherwise
@@ -55,14 +78,26 @@ FILES: dict[str, int] = {
     "__init__.py": 0, "__main__.py": 0, "lineage.py": 0, "llm.py": 0, "cli.py": 0, "terminal.py": 0,
     "loading.py": 0, "checkpoint.py": 0, "conversion.py": 0, "cuda.py": 0, "detokenizer.py": 0,
     "plots/__init__.py": 0, "plots/__main__.py": 0, "plots/ch01.py": 0, "plots/ch02.py": 0, "plots/ch03.py": 0,
-    "engines/__init__.py": 0, "model/__init__.py": 0, "cache/__init__.py": 0,
+    "plots/ch04.py": 0, "plots/ch05.py": 0,
+    "engines/__init__.py": 0, "model/__init__.py": 0, "cache/__init__.py": 0, "kernels/__init__.py": 0,
     "request.py": 1, "sampling.py": 1, "engines/base.py": 1, "engines/no_cache.py": 1,
     "engines/dynamic_cache.py": 2,
     "model/layout.py": 3, "model/rope.py": 3, "model/linear.py": 3, "model/llama.py": 3,
     "cache/contiguous.py": 3, "engines/native_cache.py": 3,
+    "cache/block_pool.py": 4, "cache/paged.py": 4, "cache/pool_size.py": 4, "engines/paged.py": 4,
+    "kernels/paged_attention.py": 4,
+    "engines/static_batch.py": 5,
 }
 # These may name any chapter's files: the ladder, its two front doors, and the pictures drawn from live engines.
-EXEMPT = ("lineage.py", "llm.py", "cli.py", "terminal.py", "plots/ch01.py", "plots/ch02.py", "plots/ch03.py")
+EXEMPT = ("lineage.py", "llm.py", "cli.py", "terminal.py",
+          *(path for path in FILES if path.startswith("plots/ch")))
+
+
+def missing(row: Row) -> str | None:
+    """What this machine lacks to run the row, in a few words; None if it can."""
+    if row.needs == "CUDA" and not torch.cuda.is_available():
+        return "needs CUDA"
+    return None
 
 
 def find(name: str) -> Row:
@@ -78,7 +113,13 @@ def find(name: str) -> Row:
 
 
 def build(row: Row, model: LoadedModel, **settings: Any) -> Engine:
-    """Make the row's engine over a loaded model. `settings` are the engine's own (max_model_len, ...)."""
+    """Make the row's engine over a loaded model.
+
+    Args:
+        settings: the engine's own (max_model_len, ...); max_num_seqs is the row's widest width unless given.
+    """
+    if max(row.widths) > 1:
+        settings = {"max_num_seqs": max(row.widths)} | settings
     parts = {argument: _resolve(part)() for argument, part in row.parts.items()}
     return _resolve(row.engine)(model, **parts, **settings)
 

@@ -7,7 +7,7 @@ that one step added to one request.
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -159,9 +159,14 @@ class Counters:
     """What an engine did, in numbers that are the same on every machine."""
 
     forward_passes: int = 0   # calls of the model
-    tokens_computed: int = 0  # tokens fed through the layers, over all passes
+    tokens_computed: int = 0  # tokens fed through the layers, over all passes, padding included
     kv_bytes_copied: int = 0  # bytes of keys and values already held and moved again
     kv_bytes_peak: int = 0    # the most bytes of keys and values held at once
+    blocks_peak: int = 0      # the most KV blocks held at once
+    held_slots: int = 0       # token slots of the KV blocks held, summed over passes
+    tail_slots: int = 0       # those of them in which no token is stored: the ends of last blocks
+    batch_slots: int = 0      # places in the batch, summed over passes
+    idle_slots: int = 0       # those of them that no request took
 
 
 def _require(holds: bool, message: str) -> None:
@@ -174,4 +179,4 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

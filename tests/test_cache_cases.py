@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from liteinfer.cache.contiguous import ContiguousCache
+from liteinfer.cache.paged import GatherSdpa, PagedCache
 from liteinfer.loading import LoadedModel
 from liteinfer.model.layout import Layout
 from liteinfer.model.linear import Packed, Plain
@@ -74,11 +75,47 @@ class Contiguous:
         return self.cache.lengths[1]
 
 
+class Paged:
+    """Sequence 1, in blocks scattered among those of another; every slot not written is NaN (G2)."""
+
+    def __init__(self, model: LoadedModel, block_size: int) -> None:
+        self.llama = load_llama(model, Plain())
+        self.cache = PagedCache(model.config, 64, block_size, model.dtype, model.device, GatherSdpa())
+        self.cache.keys.fill_(float("nan"))
+        self.cache.values.fill_(float("nan"))
+        self.neighbour = 0
+
+    def feed(self, ids: Sequence[int]) -> Tensor:
+        self.neighbour += 1
+        self.cache.reserve(0, self.neighbour)      # takes a block now and then, so that ours do not lie in a row
+        self.cache.reserve(1, self.length() + len(ids))
+        layout = Layout.of([(1, self.length(), len(ids))], torch.device("cpu"))
+        self.cache.begin(layout)
+        with torch.inference_mode():
+            logits = self.llama(torch.tensor(ids), layout.positions, self.cache, torch.arange(len(ids)))
+        self.cache.check()
+        return logits
+
+    def keep(self, n: int) -> None:
+        if n:
+            self.cache.truncate(1, n)
+        else:
+            self.cache.free(1)
+        self.cache.check()
+
+    def length(self) -> int:
+        return self.cache.lengths.get(1, 0)
+
+
 @pytest.fixture(params=[pytest.param("dynamic", marks=pytest.mark.ch02),
                         pytest.param("contiguous", marks=pytest.mark.ch03),
-                        pytest.param("contiguous-packed", marks=pytest.mark.ch03)])
+                        pytest.param("contiguous-packed", marks=pytest.mark.ch03),
+                        *(pytest.param(f"paged-{size}", marks=pytest.mark.ch04) for size in (1, 4, 16))])
 def new(request: pytest.FixtureRequest, tiny: LoadedModel):
     """A function that makes an empty cache of this kind."""
+    kind, _, size = request.param.partition("-")
+    if kind == "paged":
+        return lambda: Paged(tiny, int(size))
     return {"dynamic": lambda: Dynamic(tiny), "contiguous": lambda: Contiguous(tiny, Plain()),
             "contiguous-packed": lambda: Contiguous(tiny, Packed())}[request.param]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from liteinfer import lineage
 from liteinfer.engines.base import Engine, run
 from liteinfer.loading import LoadedModel, tiny_model
 from liteinfer.request import Request, SamplingParams
@@ -95,10 +96,10 @@ def test_a_step_interrupted_in_mid_forward_can_be_made_again(row: str) -> None:
     engine, request = build(row, model), Request("a", [4, 5], SamplingParams(max_tokens=5))
     healthy, calls = engine.next_logits, 0
 
-    def interrupted(request: Request) -> torch.Tensor:
+    def interrupted(whose: object) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        logits = healthy(request)   # keys and values are written, then Ctrl-C comes
+        logits = healthy(whose)   # keys and values are written, then Ctrl-C comes
         if calls == 3:
             raise KeyboardInterrupt
         return logits
@@ -124,12 +125,12 @@ def test_s9_abort_at_any_moment(row: str, tiny_llama: LoadedModel) -> None:
         engine.abort("a")
         engine.abort("b")
         engine.abort("nobody")
-    n = len(running.output_token_ids)
+    n = [len(running.output_token_ids), len(waiting.output_token_ids)]
     events = drain(engine)
     assert [e.request_id for e in events if e.finish_reason == "abort"] == ["a", "b"]
     assert not any(e.token_ids for e in events if e.request_id in "ab")
-    assert len(running.output_token_ids) == n
-    assert waiting.output_token_ids == []
+    assert [len(running.output_token_ids), len(waiting.output_token_ids)] == n
+    assert n[0] == 2 and n[1] in (0, 2)   # a batch has both running
     assert other.output_token_ids == expected
     engine.abort("c")   # after its end
     assert not engine.has_unfinished()
@@ -153,21 +154,25 @@ def test_finish_ends_a_request_silently(row: str, tiny_llama: LoadedModel) -> No
 @pytest.mark.parametrize("row", rows())
 @pytest.mark.parametrize("fault", ["raise", "nan"])
 def test_a_failing_request_gets_an_error_event_and_the_next_one_works(row: str, fault: str) -> None:
+    """Of a batch, NaN logits are one request's fault; a pass that raises is that of all who were in it."""
     model = tiny_model("llama", seed=7)
-    engine = build(row, model)
+    wide = max(lineage.find(row).widths) > 1
+    engine = build(row, model, **({"max_num_seqs": 2} if wide and fault == "nan" else {"max_num_seqs": 1} if wide
+                                  else {}))
     expected = outputs(build(row, model), [[4, 5]], SamplingParams(max_tokens=5))[0]
     healthy = engine.next_logits
     calls = 0
 
-    def failing(request: Request) -> torch.Tensor:
+    def failing(whose: object) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        logits = healthy(request)
+        logits = healthy(whose)
         if calls != 3:
             return logits
         if fault == "raise":
             raise RuntimeError("the forward broke")
-        return logits * float("nan")
+        (logits if logits.dim() == 1 else logits[0])[:] = float("nan")
+        return logits
 
     engine.next_logits = failing
     requests = [Request(n, [4, 5], SamplingParams(max_tokens=5)) for n in "ab"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from liteinfer.loading import LoadedModel
-from liteinfer.request import SamplingParams
+from liteinfer.request import Request, SamplingParams
 from tests import tier_b
 from tests.conftest import build, outputs, rows
 
@@ -46,6 +46,41 @@ def test_tier_a_tokens_are_identical(row: str, tiny: LoadedModel, expected: list
     got = outputs(build(row, tiny), prompts, params)
     wrong = [i for i in range(N_PROMPTS) if got[i] != expected[i]]
     assert not wrong, f"{len(wrong)} of {N_PROMPTS} prompts differ, first prompt {wrong[0]}"
+
+
+PAGED = [pytest.param("paged", {"num_blocks": 53}, marks=pytest.mark.ch04),
+         pytest.param("paged-b4", {"num_blocks": 53}, marks=pytest.mark.ch05),
+         pytest.param("paged-b32", {"num_blocks": 212}, marks=pytest.mark.ch05)]
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize(("row", "pool"), PAGED)
+def test_tier_a_at_other_block_sizes_and_in_tight_pools(
+        row: str, pool: dict, block_size: int, tiny: LoadedModel, expected: list[list[int]]) -> None:
+    """The smallest pool that holds the longest request, or four of them; its invariant after each step."""
+    prompts, params = random_prompts(tiny.config.vocab_size)
+    blocks = -(-pool["num_blocks"] // block_size)
+    engine = build(row, tiny, block_size=block_size, num_blocks=blocks)
+    requests = [Request(str(i), p, s) for i, (p, s) in enumerate(zip(prompts, params, strict=True))]
+    for request in requests:
+        engine.add(request)
+    while engine.has_unfinished():
+        assert not any(event.error for event in engine.step())
+        engine.cache.check()
+    wrong = [i for i, request in enumerate(requests) if request.output_token_ids != expected[i]]
+    assert not wrong, f"{len(wrong)} of {N_PROMPTS} prompts differ, first prompt {wrong[0]}"
+    assert engine.cache.pool.num_free == blocks == engine.pool_size.num_blocks
+    assert engine.counters.blocks_peak > 0.8 * blocks, "the pool was not tight"
+
+
+@pytest.mark.ch05
+@pytest.mark.parametrize("row", ["eager-b4", "native-eager-b4", "paged-b4", "paged-b32"])
+def test_tier_a_whatever_the_order_of_a_batch(row: str, tiny: LoadedModel, expected: list[list[int]]) -> None:
+    prompts, params = random_prompts(tiny.config.vocab_size)
+    for seed in (1, 2):
+        order = random.Random(seed).sample(range(N_PROMPTS), N_PROMPTS)[:80]
+        got = outputs(build(row, tiny), [prompts[i] for i in order], [params[i] for i in order])
+        assert got == [expected[i] for i in order]
 
 
 @pytest.mark.parametrize("row", rows(but_first=True))

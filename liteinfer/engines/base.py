@@ -88,61 +88,30 @@ def run(engine: Engine, requests: Iterable[Request]) -> Iterator[TokenEvent]:
         yield from engine.step()
 
 
-class OneAtATime(Engine):
-    """First come, first served, one request in flight: rungs 1 to 3.
+class QueuedEngine(Engine):
+    """Requests wait in a queue, some run, all can be dropped at any moment: what every engine here shares.
 
-    A subclass says two things: how to get the logits that follow a request's
-    tokens, and what to drop when the request is over.
+    A subclass moves requests from `waiting` to `running` in its `step`, and says
+    what to drop when some are over.
     """
 
     def __init__(self, model: LoadedModel, max_model_len: int | None = None) -> None:
         super().__init__(model, max_model_len)
         self.waiting: deque[Request] = deque()
-        self.running: Request | None = None
+        self.running: list[Request] = []
         self._aborted: list[TokenEvent] = []
 
-    @abstractmethod
-    def next_logits(self, request: Request) -> Tensor:
-        """Logits [V] for the token after the last of `request.token_ids`."""
-
-    def release(self) -> None:
-        """Drop what is kept for the running request."""
+    def release(self, requests: list[Request]) -> None:
+        """Drop what is kept for these requests, which have just left `running`."""
 
     def add(self, request: Request) -> None:
         self.check(request)
-        in_flight = [self.running, *self.waiting]
-        if any(other is not None and other.request_id == request.request_id for other in in_flight):
+        if any(other.request_id == request.request_id for other in (*self.running, *self.waiting)):
             raise ValueError(f"request id {request.request_id!r} is already in flight")
         self.waiting.append(request)
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running or self._aborted)
-
-    def step(self) -> list[TokenEvent]:
-        events, self._aborted = self._aborted, []
-        if self.running is None and self.waiting:
-            self.running = self.waiting.popleft()
-        if self.running is not None:
-            events.append(self._advance(self.running))
-        return events
-
-    @torch.inference_mode()
-    def _advance(self, request: Request) -> TokenEvent:
-        try:
-            logits = self.next_logits(request)                               # [V]
-            token = sample(logits, request)
-        except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())    # one line
-            event = TokenEvent(request.request_id, finish_reason="error", error=reason)
-        except BaseException:   # Ctrl-C in mid-forward: what is kept may be half written, so it is made again
-            self.release()
-            raise
-        else:
-            ended = request.append(token, self.model.config.eos_token_ids)
-            event = TokenEvent(request.request_id, (token,), logprobs(logits, token, request.params), ended)
-        if event.finish_reason:
-            self._end_running()
-        return event
 
     def abort(self, request_id: str) -> None:
         if self._drop(request_id):
@@ -151,15 +120,67 @@ class OneAtATime(Engine):
     def finish(self, request_id: str, n_tokens: int) -> None:
         self._drop(request_id)
 
-    def _drop(self, request_id: str) -> bool:
-        if self.running is not None and self.running.request_id == request_id:
-            self._end_running()
-            return True
-        kept = [request for request in self.waiting if request.request_id != request_id]
-        found = len(kept) < len(self.waiting)
-        self.waiting = deque(kept)
-        return found
+    def end(self, requests: list[Request]) -> None:
+        """Take these out of `running`, all in one go."""
+        self.running = [request for request in self.running if request not in requests]
+        self.release(requests)
 
-    def _end_running(self) -> None:
-        self.running = None
-        self.release()
+    def _drop(self, request_id: str) -> bool:
+        for request in self.running:
+            if request.request_id == request_id:
+                self.end([request])
+                return True
+        for request in self.waiting:
+            if request.request_id == request_id:
+                self.waiting.remove(request)
+                return True
+        return False
+
+    def _choose(self, request: Request, logits: Tensor) -> TokenEvent:
+        """Sample one token of a request from its logits [V]; a fault is the request's own, and its end."""
+        try:
+            token = sample(logits, request)
+            told = logprobs(logits, token, request.params)
+        except Exception as error:
+            return error_event(request, error)
+        ended = request.append(token, self.model.config.eos_token_ids)
+        return TokenEvent(request.request_id, (token,), told, ended)
+
+
+class OneAtATime(QueuedEngine):
+    """First come, first served, one request in flight: rungs 1 to 4.
+
+    A subclass says two things: how to get the logits that follow a request's
+    tokens, and what to drop when the request is over.
+    """
+
+    @abstractmethod
+    def next_logits(self, request: Request) -> Tensor:
+        """Logits [V] for the token after the last of `request.token_ids`."""
+
+    def step(self) -> list[TokenEvent]:
+        events, self._aborted = self._aborted, []
+        if not self.running and self.waiting:
+            self.running.append(self.waiting.popleft())
+        if self.running:
+            events.append(self._advance(self.running[0]))
+        return events
+
+    @torch.inference_mode()
+    def _advance(self, request: Request) -> TokenEvent:
+        try:
+            event = self._choose(request, self.next_logits(request))
+        except Exception as error:
+            event = error_event(request, error)
+        except BaseException:   # Ctrl-C in mid-forward: what is kept may be half written, so it is made again
+            self.release([request])
+            raise
+        if event.finish_reason:
+            self.end([request])
+        return event
+
+
+def error_event(request: Request, error: Exception) -> TokenEvent:
+    """The end of a request that failed, with the reason in one line."""
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return TokenEvent(request.request_id, finish_reason="error", error=reason)

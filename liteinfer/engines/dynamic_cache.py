@@ -34,7 +34,7 @@ class DynamicCacheEngine(OneAtATime):
         self.counters.kv_bytes_peak = max(self.counters.kv_bytes_peak, kv_bytes(self.cache))
         return out.logits[0, -1]                                             # [V]
 
-    def release(self) -> None:
+    def release(self, requests: list[Request]) -> None:
         self.cache = None
 
 

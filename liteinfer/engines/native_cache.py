@@ -42,5 +42,5 @@ class NativeCacheEngine(OneAtATime):
         self.counters.kv_bytes_peak = self.cache.nbytes                      # all of it, from the start
         return logits[0]                                                     # [V]
 
-    def release(self) -> None:
+    def release(self, requests: list[Request]) -> None:
         self.cache.free(0)
