@@ -69,16 +69,20 @@ LADDER: tuple[Row, ...] = (
     Row("liteinfer-paged-b32", 5, "liteinfer.engines.static_batch:PagedStaticBatch",
         "pages in static batches of 32", improves_on="liteinfer-paged-b4", reference="vllm-continuous", widths=(32,),
         parts={"linear": "liteinfer.model.linear:Packed", "attention": "liteinfer.cache.paged:GatherSdpa"}),
+    Row("liteinfer-continuous", 6, "liteinfer.engines.continuous:ContinuousEngine",
+        "requests come and go at every step, up to 32 at a time", improves_on="liteinfer-paged-b4",
+        reference="vllm-continuous", widths=(32,),
+        parts={"linear": "liteinfer.model.linear:Packed", "attention": "liteinfer.cache.paged:GatherSdpa"}),
 )
 
-DEFAULT = "liteinfer-native-packed"   # what LLM and the command line use unless told otherwise
+DEFAULT = "liteinfer-continuous"   # what LLM and the command line use unless told otherwise
 
 # The chapter that introduces each file of the package; 0 is ground that no chapter explains.
 FILES: dict[str, int] = {
     "__init__.py": 0, "__main__.py": 0, "lineage.py": 0, "llm.py": 0, "cli.py": 0, "terminal.py": 0,
     "loading.py": 0, "checkpoint.py": 0, "conversion.py": 0, "cuda.py": 0, "detokenizer.py": 0,
     "plots/__init__.py": 0, "plots/__main__.py": 0, "plots/ch01.py": 0, "plots/ch02.py": 0, "plots/ch03.py": 0,
-    "plots/ch04.py": 0, "plots/ch05.py": 0,
+    "plots/ch04.py": 0, "plots/ch05.py": 0, "plots/ch06.py": 0, "trace.py": 0,
     "engines/__init__.py": 0, "model/__init__.py": 0, "cache/__init__.py": 0, "kernels/__init__.py": 0,
     "request.py": 1, "sampling.py": 1, "engines/base.py": 1, "engines/no_cache.py": 1,
     "engines/dynamic_cache.py": 2,
@@ -87,6 +91,7 @@ FILES: dict[str, int] = {
     "cache/block_pool.py": 4, "cache/paged.py": 4, "cache/pool_size.py": 4, "engines/paged.py": 4,
     "kernels/paged_attention.py": 4,
     "engines/static_batch.py": 5,
+    "scheduler.py": 6, "kv_manager.py": 6, "runner.py": 6, "engines/continuous.py": 6,
 }
 # These may name any chapter's files: the ladder, its two front doors, and the pictures drawn from live engines.
 EXEMPT = ("lineage.py", "llm.py", "cli.py", "terminal.py",

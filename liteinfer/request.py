@@ -90,6 +90,7 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0   # kept by a scheduler: of token_ids, those whose keys and values are stored
     generator: torch.Generator = field(init=False, default_factory=torch.Generator, repr=False)
 
     def __post_init__(self) -> None:
@@ -101,6 +102,10 @@ class Request:
     @property
     def token_ids(self) -> list[int]:
         return self.prompt_token_ids + self.output_token_ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     def append(self, token_id: int, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         """Take one new token and say whether it was the last, and why.
@@ -167,6 +172,7 @@ class Counters:
     tail_slots: int = 0       # those of them in which no token is stored: the ends of last blocks
     batch_slots: int = 0      # places in the batch, summed over passes
     idle_slots: int = 0       # those of them that no request took
+    preemptions: int = 0      # times a running request lost its blocks and had to be computed again
 
 
 def _require(holds: bool, message: str) -> None:

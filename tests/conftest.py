@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+# Triton's kernels run in its interpreter where there is no GPU; it reads this once, when it is first imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from liteinfer import lineage
 from liteinfer.engines.base import Engine, run

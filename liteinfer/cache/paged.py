@@ -13,7 +13,7 @@ al. 2023) is the idea; the names are vLLM's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,8 @@ from liteinfer.cache.block_pool import BlockPool
 from liteinfer.cache.contiguous import sdpa
 from liteinfer.loading import ModelConfig
 from liteinfer.model.layout import Layout
+
+SeqId = Hashable   # a sequence is named as its owner likes: a slot's number, a request's id
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class PagedCache:
     """Pages for all layers, and the block tables of the sequences in them.
 
     A step is `reserve` for each sequence that grows, `begin(layout)` once, then
-    `attend` for every layer. A sequence is an id of the caller's choice.
+    `attend` for every layer.
     """
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype,
@@ -84,8 +86,8 @@ class PagedCache:
         self.keys = torch.empty(shape, dtype=dtype, device=device)           # [layers, blocks, block_size, K, D]
         self.values = torch.empty_like(self.keys)
         self.attention = attention
-        self.tables: dict[int, list[int]] = {}
-        self.lengths: dict[int, int] = {}                                    # tokens stored per sequence
+        self.tables: dict[SeqId, list[int]] = {}
+        self.lengths: dict[SeqId, int] = {}                                   # tokens stored per sequence
         self.layout: PagedLayout
 
     @property
@@ -98,7 +100,7 @@ class PagedCache:
         """Slots of held blocks in which no token is stored: what paging still wastes."""
         return sum(len(table) * self.pool.block_size - self.lengths[seq] for seq, table in self.tables.items())
 
-    def reserve(self, seq: int, length: int) -> None:
+    def reserve(self, seq: SeqId, length: int) -> None:
         """Make sure that `length` tokens of a sequence have slots; new blocks come from the pool.
 
         Raises:
@@ -134,7 +136,7 @@ class PagedCache:
         values.flatten(0, 1).index_copy_(0, self.layout.slot_mapping, v)
         return self.attention(q, keys, values, self.layout)
 
-    def truncate(self, seq: int, n: int) -> None:
+    def truncate(self, seq: SeqId, n: int) -> None:
         """Forget all but the first n tokens of a sequence; blocks past them go back."""
         held = self.lengths.get(seq, 0)
         if not 0 <= n <= held:
@@ -144,7 +146,7 @@ class PagedCache:
         del table[keep:]
         self.lengths[seq] = n
 
-    def free(self, seq: int) -> None:
+    def free(self, seq: SeqId) -> None:
         """Forget a sequence and give its blocks back; an unknown one holds none."""
         self.pool.free(self.tables.pop(seq, []))
         self.lengths.pop(seq, None)

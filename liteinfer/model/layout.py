@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch import Tensor
 class Layout:
     """One step. The tuples are for loops in Python, the tensors for the device."""
 
-    seq_ids: tuple[int, ...]      # [B] which of the cache's sequences
+    seq_ids: tuple[Any, ...]      # [B] which of the cache's sequences, by the cache's own names for them
     context_lens: tuple[int, ...]  # [B] tokens cached before this step
     query_lens: tuple[int, ...]   # [B] tokens this step adds (L)
     query_start_loc: Tensor       # [B + 1] int32
@@ -32,7 +33,7 @@ class Layout:
     positions: Tensor             # [N] int64
 
     @staticmethod
-    def of(sequences: Sequence[tuple[int, int, int]], device: torch.device) -> Layout:
+    def of(sequences: Sequence[tuple[Any, int, int]], device: torch.device) -> Layout:
         """Build a layout from (seq_id, tokens cached, tokens to add) for each sequence."""
         seq_ids, context_lens, query_lens = zip(*sequences, strict=True)
         starts = torch.tensor([0, *query_lens]).cumsum(0)

@@ -1,0 +1,201 @@
+"""Rung 6: continuous batching. Requests come and go at every step.
+
+Since rung 5: four parts with one question each. The scheduler: who runs now? The
+KV manager: who holds which blocks? The runner: what does the model say? The
+drafter: which tokens does each request take? Orca (Yu et al. 2022) was the first
+to schedule by the iteration; the parts are vLLM's. A later rung replaces a part
+and leaves this file alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from liteinfer.cache.paged import GatherSdpa, PagedAttention, PagedCache
+from liteinfer.cache.pool_size import pool_size
+from liteinfer.engines.base import Engine, error_event
+from liteinfer.engines.paged import check_fits, count_blocks
+from liteinfer.kv_manager import KVManager
+from liteinfer.loading import LoadedModel
+from liteinfer.model.linear import LinearMaker, Packed
+from liteinfer.model.llama import load_llama
+from liteinfer.request import Request, TokenEvent, TokenLogprobs
+from liteinfer.runner import Runner, StepOutput
+from liteinfer.sampling import logprobs, sample
+from liteinfer.scheduler import Chunk, Scheduler, SchedulerConfig, SchedulerOutput
+from liteinfer.trace import Part, StepRecord, StepTrace
+
+Verdict = list[int] | Exception   # the tokens a request takes, or the fault that is its own
+
+
+class Drafter(Protocol):
+    """Guesses tokens before a step, and says after it which tokens are taken."""
+
+    def propose(self, requests: Sequence[Request]) -> Mapping[str, Sequence[int]]:
+        """By request id, guesses of the tokens that follow a running request's last one. None for some, or all."""
+
+    def verify(self, chunks: Sequence[Chunk], output: StepOutput) -> list[Verdict]:
+        """For each chunk that wanted logits: one token, after those of its draft that stand."""
+
+    def free(self, request_id: str) -> None:
+        """A request is over."""
+
+
+class NoDrafter:
+    """Guesses nothing; a request takes the token sampled from its one row of logits."""
+
+    def propose(self, requests: Sequence[Request]) -> Mapping[str, Sequence[int]]:
+        return {}
+
+    def verify(self, chunks: Sequence[Chunk], output: StepOutput) -> list[Verdict]:
+        return [self._sample(row, chunk.request) for row, chunk in zip(output.logits, chunks, strict=True)]
+
+    def free(self, request_id: str) -> None:
+        pass
+
+    def _sample(self, logits: Tensor, request: Request) -> Verdict:
+        try:
+            return [sample(logits, request)]
+        except Exception as error:
+            return error
+
+
+class ContinuousEngine(Engine):
+    """Up to `max_num_seqs` requests at a time, one forward pass a step over whatever each of them is at.
+
+    Args:
+        max_num_seqs, max_num_batched_tokens, max_prefill_chunk, watermark: see SchedulerConfig.
+        num_blocks, block_size: the pool; by default from the memory there is (`pool_size`).
+        linear, attention: how the linear layers and the attention are computed.
+        kv_manager, drafter, runner: the parts that later chapters replace.
+        trace: records every step, if given.
+    """
+
+    def __init__(self, model: LoadedModel, max_num_seqs: int = 32, max_model_len: int | None = None,
+                 max_num_batched_tokens: int = 512, max_prefill_chunk: int | None = None, watermark: float = 0.01,
+                 num_blocks: int | None = None, block_size: int = 16,
+                 linear: LinearMaker = Packed(), attention: PagedAttention = GatherSdpa(),  # noqa: B008 - stateless
+                 kv_manager: Callable[[PagedCache], KVManager] = KVManager, drafter: Drafter | None = None,
+                 runner: type[Runner] = Runner, trace: StepTrace | None = None) -> None:
+        super().__init__(model, max_model_len)
+        config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_prefill_chunk, watermark)
+        self.llama = load_llama(model, linear)
+        self.linear_path = linear.path(model.dtype, model.device)
+        self.pool_size = pool_size(model, block_size, num_blocks, max_num_seqs * self.max_model_len)
+        self.cache = PagedCache(model.config, self.pool_size.num_blocks, block_size, model.dtype, model.device,
+                                attention)
+        self.scheduler = Scheduler(config, kv_manager(self.cache))
+        self.runner = runner(self.llama, self.cache)
+        self.drafter = NoDrafter() if drafter is None else drafter
+        self.trace = trace
+        self._aborted: list[TokenEvent] = []
+
+    def check(self, request: Request) -> None:
+        """Besides the contract's: refuse a request that the whole pool could not hold."""
+        super().check(request)
+        check_fits(request, self.cache)
+
+    def add(self, request: Request) -> None:
+        self.check(request)
+        if self._find(request.request_id):
+            raise ValueError(f"request id {request.request_id!r} is already in flight")
+        self.scheduler.add(request)
+
+    def has_unfinished(self) -> bool:
+        return bool(self.scheduler.waiting or self.scheduler.running or self._aborted)
+
+    def abort(self, request_id: str) -> None:
+        if request := self._find(request_id):
+            self._end(request)
+            self._aborted.append(TokenEvent(request_id, finish_reason="abort"))
+
+    def finish(self, request_id: str, n_tokens: int) -> None:
+        if request := self._find(request_id):
+            self._end(request)
+
+    @torch.inference_mode()
+    def step(self) -> list[TokenEvent]:
+        started_at = self.trace.clock() if self.trace else 0.0
+        scheduler, counters = self.scheduler, self.counters
+        plan = scheduler.schedule(self.drafter.propose(scheduler.running))
+        counters.preemptions += len(plan.preempted)
+        events = [error_event(request, error) for request, error in plan.failed]
+        if plan.chunks:
+            events += self._run(plan)
+            counters.batch_slots += scheduler.config.max_num_seqs
+            counters.idle_slots += scheduler.config.max_num_seqs - len(plan.chunks)
+        if self.trace:
+            self.trace.steps.append(self._record(plan, events, started_at, self.trace.clock()))
+        aborted, self._aborted = self._aborted, []
+        return aborted + events
+
+    def _run(self, plan: SchedulerOutput) -> list[TokenEvent]:
+        wanted = [chunk for chunk in plan.chunks if chunk.num_logits]
+        try:
+            output = self.runner.run(plan.chunks)
+            verdicts = self.drafter.verify(wanted, output) if wanted else []
+        except Exception as error:   # the pass itself failed, and nothing says for whom
+            failed = [chunk.request for chunk in plan.chunks if self._find(chunk.request.request_id)]
+            for request in failed:
+                self._end(request)
+            return [error_event(request, error) for request in failed]
+        except BaseException:        # Ctrl-C in mid-forward: what is stored may be half written, so it is made again
+            for request in reversed(self.scheduler.running):
+                self.scheduler.preempt(request)
+            raise
+        self.counters.forward_passes += 1
+        self.counters.tokens_computed += plan.num_tokens
+        count_blocks(self.cache, self.counters)
+        for chunk in plan.chunks:
+            if not chunk.num_logits and chunk.request in self.scheduler.running:   # the middle of a prompt
+                chunk.request.num_computed_tokens = chunk.start + chunk.num_tokens
+                self.scheduler.kv.publish(chunk.request)
+        each = zip(wanted, verdicts, output.logits.split([chunk.num_logits for chunk in wanted]), strict=True)
+        return [self._update(chunk, verdict, logits) for chunk, verdict, logits in each
+                if chunk.request in self.scheduler.running]                  # it may have been aborted meanwhile
+
+    def _update(self, chunk: Chunk, verdict: Verdict, logits: Tensor) -> TokenEvent:
+        """Give a request its tokens, or its error; logits [num_logits, V]."""
+        request = chunk.request
+        if isinstance(verdict, Exception):
+            self._end(request)
+            return error_event(request, verdict)
+        event = take(request, verdict, logits, self.model.config.eos_token_ids)
+        refused = len(chunk.draft) - (len(event.token_ids) - 1)
+        request.num_computed_tokens = chunk.start + chunk.num_tokens - refused
+        if refused:
+            self.scheduler.kv.truncate(request, request.num_computed_tokens)
+        self.scheduler.kv.publish(request)
+        if event.finish_reason:
+            self._end(request)
+        return event
+
+    def _end(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        self.drafter.free(request.request_id)
+
+    def _find(self, request_id: str) -> Request | None:
+        everybody = (*self.scheduler.running, *self.scheduler.waiting)
+        return next((request for request in everybody if request.request_id == request_id), None)
+
+    def _record(self, plan: SchedulerOutput, events: list[TokenEvent], started_at: float, now: float) -> StepRecord:
+        given = {event.request_id: len(event.token_ids) for event in events}
+        parts = tuple(Part(c.request.request_id, c.start, c.num_tokens, given.get(c.request.request_id, 0))
+                      for c in plan.chunks)
+        return StepRecord(started_at, now, parts, self.cache.pool.num_used, len(self.scheduler.running),
+                          len(self.scheduler.waiting), tuple(request.request_id for request in plan.preempted))
+
+
+def take(request: Request, tokens: list[int], logits: Tensor, eos_token_ids: tuple[int, ...]) -> TokenEvent:
+    """Append tokens to a request, up to the one that ends it. Row i of logits [len(tokens) or more, V] gave token i."""
+    told, ended, taken = list[TokenLogprobs](), None, 0
+    for token, row in zip(tokens, logits, strict=False):
+        told += logprobs(row, token, request.params)
+        taken += 1
+        if ended := request.append(token, eos_token_ids):
+            break
+    return TokenEvent(request.request_id, tuple(tokens[:taken]), tuple(told), ended)
