@@ -24,7 +24,8 @@ class Row:
     """One row of the ladder.
 
     `parts` are the engine's constructor arguments that make it this row: an
-    argument's name, and the "module:Class" that is built for it. `needs` is what
+    argument's name, and a "module:Class()" that is built for it, or a
+    "module:Class" that the engine builds itself. `needs` is what
     a machine must have to run it: None, or "CUDA".
     """
 
@@ -46,33 +47,38 @@ LADDER: tuple[Row, ...] = (
         "transformers' model and its DynamicCache", improves_on="liteinfer-nocache"),
     Row("liteinfer-native-eager", 3, "liteinfer.engines.native_cache:NativeCacheEngine",
         "our own forward, keys and values in plain tensors", improves_on="liteinfer-eager",
-        parts={"linear": "liteinfer.model.linear:Plain"}),
+        parts={"linear": "liteinfer.model.linear:Plain()"}),
     Row("liteinfer-native-packed", 3, "liteinfer.engines.native_cache:NativeCacheEngine",
         "the same, weights fused and laid out for this machine", improves_on="liteinfer-native-eager",
-        parts={"linear": "liteinfer.model.linear:Packed"}),
+        parts={"linear": "liteinfer.model.linear:Packed()"}),
     Row("liteinfer-paged", 4, "liteinfer.engines.paged:PagedEngine",
         "blocks from a pool, gathered before attention", improves_on="liteinfer-native-packed",
-        parts={"linear": "liteinfer.model.linear:Packed", "attention": "liteinfer.cache.paged:GatherSdpa"}),
+        parts={"linear": "liteinfer.model.linear:Packed()", "attention": "liteinfer.cache.paged:GatherSdpa()"}),
     Row("liteinfer-paged-triton", 4, "liteinfer.engines.paged:PagedEngine",
         "a kernel reads the pages in place", improves_on="liteinfer-paged", needs="CUDA",
-        parts={"linear": "liteinfer.model.linear:Packed",
-               "attention": "liteinfer.kernels.paged_attention:TritonAttention"}),
+        parts={"linear": "liteinfer.model.linear:Packed()",
+               "attention": "liteinfer.kernels.paged_attention:TritonAttention()"}),
     Row("liteinfer-eager-b4", 5, "liteinfer.engines.static_batch:DynamicStaticBatch",
         "DynamicCache in static batches of 4, padded on the left", improves_on="liteinfer-eager",
         reference="vllm-b4", widths=(4,)),
     Row("liteinfer-native-eager-b4", 5, "liteinfer.engines.static_batch:NativeStaticBatch",
         "our forward in static batches of 4, ragged", improves_on="liteinfer-native-eager",
-        reference="vllm-b4", widths=(4,), parts={"linear": "liteinfer.model.linear:Plain"}),
+        reference="vllm-b4", widths=(4,), parts={"linear": "liteinfer.model.linear:Plain()"}),
     Row("liteinfer-paged-b4", 5, "liteinfer.engines.static_batch:PagedStaticBatch",
         "pages in static batches of 4", improves_on="liteinfer-paged", reference="vllm-b4", widths=(4,),
-        parts={"linear": "liteinfer.model.linear:Packed", "attention": "liteinfer.cache.paged:GatherSdpa"}),
+        parts={"linear": "liteinfer.model.linear:Packed()", "attention": "liteinfer.cache.paged:GatherSdpa()"}),
     Row("liteinfer-paged-b32", 5, "liteinfer.engines.static_batch:PagedStaticBatch",
         "pages in static batches of 32", improves_on="liteinfer-paged-b4", reference="vllm-continuous", widths=(32,),
-        parts={"linear": "liteinfer.model.linear:Packed", "attention": "liteinfer.cache.paged:GatherSdpa"}),
+        parts={"linear": "liteinfer.model.linear:Packed()", "attention": "liteinfer.cache.paged:GatherSdpa()"}),
     Row("liteinfer-continuous", 6, "liteinfer.engines.continuous:ContinuousEngine",
         "requests come and go at every step, up to 32 at a time", improves_on="liteinfer-paged-b4",
         reference="vllm-continuous", widths=(32,),
-        parts={"linear": "liteinfer.model.linear:Packed", "attention": "liteinfer.cache.paged:GatherSdpa"}),
+        parts={"linear": "liteinfer.model.linear:Packed()", "attention": "liteinfer.cache.paged:GatherSdpa()"}),
+    Row("liteinfer-radix", 7, "liteinfer.engines.continuous:ContinuousEngine",
+        "the same with a prefix cache: what prompts share is computed once", improves_on="liteinfer-continuous",
+        reference="vllm-continuous", widths=(32,),
+        parts={"linear": "liteinfer.model.linear:Packed()", "attention": "liteinfer.cache.paged:GatherSdpa()",
+               "kv_manager": "liteinfer.radix_manager:RadixManager"}),
 )
 
 DEFAULT = "liteinfer-continuous"   # what LLM and the command line use unless told otherwise
@@ -82,7 +88,7 @@ FILES: dict[str, int] = {
     "__init__.py": 0, "__main__.py": 0, "lineage.py": 0, "llm.py": 0, "cli.py": 0, "terminal.py": 0,
     "loading.py": 0, "checkpoint.py": 0, "conversion.py": 0, "cuda.py": 0, "detokenizer.py": 0,
     "plots/__init__.py": 0, "plots/__main__.py": 0, "plots/ch01.py": 0, "plots/ch02.py": 0, "plots/ch03.py": 0,
-    "plots/ch04.py": 0, "plots/ch05.py": 0, "plots/ch06.py": 0, "trace.py": 0,
+    "plots/ch04.py": 0, "plots/ch05.py": 0, "plots/ch06.py": 0, "plots/ch07.py": 0, "trace.py": 0,
     "engines/__init__.py": 0, "model/__init__.py": 0, "cache/__init__.py": 0, "kernels/__init__.py": 0,
     "request.py": 1, "sampling.py": 1, "engines/base.py": 1, "engines/no_cache.py": 1,
     "engines/dynamic_cache.py": 2,
@@ -92,6 +98,7 @@ FILES: dict[str, int] = {
     "kernels/paged_attention.py": 4,
     "engines/static_batch.py": 5,
     "scheduler.py": 6, "kv_manager.py": 6, "runner.py": 6, "engines/continuous.py": 6,
+    "cache/radix.py": 7, "radix_manager.py": 7,
 }
 # These may name any chapter's files: the ladder, its two front doors, and the pictures drawn from live engines.
 EXEMPT = ("lineage.py", "llm.py", "cli.py", "terminal.py",
@@ -125,10 +132,12 @@ def build(row: Row, model: LoadedModel, **settings: Any) -> Engine:
     """
     if max(row.widths) > 1:
         settings = {"max_num_seqs": max(row.widths)} | settings
-    parts = {argument: _resolve(part)() for argument, part in row.parts.items()}
+    parts = {argument: _resolve(part) for argument, part in row.parts.items()}
     return _resolve(row.engine)(model, **parts, **settings)
 
 
 def _resolve(path: str) -> Any:
+    """ "module:Name" is that object, "module:Name()" what it makes when called."""
     module, name = path.split(":")
-    return getattr(import_module(module), name)
+    found = getattr(import_module(module), name.removesuffix("()"))
+    return found() if name.endswith("()") else found

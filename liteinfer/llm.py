@@ -77,6 +77,7 @@ class LLM:
             completion.token_ids.extend(delta.token_ids)
             completion.logprobs.extend(delta.logprobs)
             completion.finish_reason, completion.error = delta.finish_reason, delta.error
+            completion.num_cached_tokens = requests[delta.index].num_cached_tokens or 0
         return completions
 
     def stream(self, prompts: Prompt | Sequence[Prompt],

@@ -90,7 +90,9 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     output_token_ids: list[int] = field(default_factory=list)
-    num_computed_tokens: int = 0   # kept by a scheduler: of token_ids, those whose keys and values are stored
+    cache_salt: str | None = None   # a prefix cache shares only between requests with the same one
+    num_computed_tokens: int = 0    # kept by a scheduler: of token_ids, those whose keys and values are stored
+    num_cached_tokens: int | None = None   # of the prompt, those found stored when it was first admitted
     generator: torch.Generator = field(init=False, default_factory=torch.Generator, repr=False)
 
     def __post_init__(self) -> None:
@@ -157,6 +159,7 @@ class Completion:
     finish_reason: FinishReason | None = None
     error: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_cached_tokens: int = 0   # prompt tokens whose keys and values were found in a prefix cache
 
 
 @dataclass
@@ -172,6 +175,8 @@ class Counters:
     tail_slots: int = 0       # those of them in which no token is stored: the ends of last blocks
     batch_slots: int = 0      # places in the batch, summed over passes
     idle_slots: int = 0       # those of them that no request took
+    prompt_tokens: int = 0    # of requests, when they were first admitted
+    prefix_hit_tokens: int = 0  # those of them whose keys and values were found stored
     preemptions: int = 0      # times a running request lost its blocks and had to be computed again
 
 

@@ -45,7 +45,7 @@ class Drafter(Protocol):
         """A request is over."""
 
 
-class NoDrafter:
+class NoDrafter(Drafter):
     """Guesses nothing; a request takes the token sampled from its one row of logits."""
 
     def propose(self, requests: Sequence[Request]) -> Mapping[str, Sequence[int]]:
@@ -123,6 +123,8 @@ class ContinuousEngine(Engine):
         scheduler, counters = self.scheduler, self.counters
         plan = scheduler.schedule(self.drafter.propose(scheduler.running))
         counters.preemptions += len(plan.preempted)
+        for request in plan.admitted:
+            self._first_admission(request)
         events = [error_event(request, error) for request, error in plan.failed]
         if plan.chunks:
             events += self._run(plan)
@@ -177,6 +179,13 @@ class ContinuousEngine(Engine):
     def _end(self, request: Request) -> None:
         self.scheduler.remove(request)
         self.drafter.free(request.request_id)
+
+    def _first_admission(self, request: Request) -> None:
+        """Note what was found of a prompt; a request that comes back from a preemption was noted before."""
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed_tokens
+            self.counters.prompt_tokens += len(request.prompt_token_ids)
+            self.counters.prefix_hit_tokens += request.num_cached_tokens
 
     def _find(self, request_id: str) -> Request | None:
         everybody = (*self.scheduler.running, *self.scheduler.waiting)

@@ -81,7 +81,8 @@ def count_blocks(cache: PagedCache, counters: Counters) -> None:
     counters.held_slots += used * block_size
     counters.tail_slots += cache.tail_slots
     if cache.attention.gathers:
-        copied = sum(len(cache.tables[seq]) for seq in cache.layout.seq_ids)
+        lengths = zip(cache.layout.context_lens, cache.layout.query_lens, strict=True)
+        copied = sum(cache.pool.blocks_for(context + new) for context, new in lengths)
         counters.kv_bytes_copied += copied * cache.block_bytes
 
 
