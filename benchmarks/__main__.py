@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from benchmarks import command, kind_commands
+from benchmarks.command import Device, Dtype, Model, app
 from liteinfer import lineage
 
 if TYPE_CHECKING:
@@ -18,43 +20,39 @@ if TYPE_CHECKING:
     from benchmarks.workloads import Shape
     from liteinfer.loading import LoadedModel
 
-ROOT = Path(__file__).resolve().parent.parent
-LOCAL = ROOT / "benchmarks" / "results" / "local"
-
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
-                  help="Measure the ladder, and show what was measured.")
-
 
 @app.command()
 def run(
     rows: Annotated[str, typer.Option(help="names, separated by commas; all rows unless given")] = "",
     shape: Annotated[str, typer.Option(help="the workload (python -m benchmarks list)")] = "quick",
     rounds: Annotated[int, typer.Option(help="rounds; the rows take turns in each")] = 1,
-    out: Annotated[Path | None, typer.Option(help="the result file; benchmarks/results/local/SHAPE.json")] = None,
+    out: Annotated[Path | None, typer.Option(help="the result file; benchmarks/results/local/SHAPE.json, "
+                                              "with a rate SHAPE-rateR.json")] = None,
     isl: Annotated[int | None, typer.Option(help="input tokens per prompt, instead of the shape's")] = None,
     osl: Annotated[int | None, typer.Option(help="output tokens per prompt, instead of the shape's")] = None,
     prompts: Annotated[int | None, typer.Option(help="prompts of each pass, instead of the shape's")] = None,
+    rate: Annotated[float | None, typer.Option(help="requests per second of the throughput pass, which then arrive "
+                                               "by themselves, instead of all at once")] = None,
     width: Annotated[int | None, typer.Option(help="only this width, of the rows that have it")] = None,
-    model: Annotated[str, typer.Option(help="a name, a folder or a hub id")] = "smollm2-135m",
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda")] = None,
+    model: Model = "smollm2-135m",
+    dtype: Dtype = None,
+    device: Device = None,
 ) -> None:
     """Run rows in turn and write one result file."""
-    from benchmarks import report
+    from benchmarks.run import runnable
     from benchmarks.workloads import find_shape
 
-    workload = find_shape(shape).override(isl, osl, prompts)
+    workload = find_shape(shape).override(isl, osl, prompts, rate)
     chosen = entries(rows, width)
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
-    path = writable(out or LOCAL / f"{shape}.json")
-    result = measure(load(model, dtype, device), chosen, workload, rounds, path)
-    report.print_tables([report.load(path)], Console())
-    typer.echo(f"written: {shown(path)}")
-    if result.get("interrupted"):
-        raise typer.Exit(130)
-    if not result["rows"]:
-        raise typer.Exit(1)
+    runnable(chosen)   # or there is nothing to load a model for
+    path = command.writable(out or command.LOCAL / f"{shape}{f'-rate{rate:g}' if rate else ''}.json")
+    result = measure(command.load(model, dtype, device), chosen, workload, rounds, path)
+    command.conclude(result, path)
+
+
+kind_commands.add(app)
 
 
 @app.command("report")
@@ -83,7 +81,8 @@ def list_() -> None:
     for heading in ("row", "ch", "width", "what it is", "improves on"):
         rows.add_column(heading, no_wrap=heading == "row")
     for row in lineage.LADDER:
-        rows.add_row(row.name, str(row.chapter), ", ".join(map(str, row.widths)), row.what,
+        what = row.what + (f" ({reason})" if (reason := lineage.missing(row)) else "")
+        rows.add_row(row.name, str(row.chapter), ", ".join(map(str, row.widths)), what,
                      (row.improves_on or "-").removeprefix("liteinfer-"))
     shapes = Table(title="shapes", title_justify="left", box=None)
     for heading in ("shape", "ISL", "OSL", "latency prompts", "throughput prompts"):
@@ -102,11 +101,10 @@ def store(
     target: Annotated[Path, typer.Argument(help="the copy")],
 ) -> None:
     """Copy a result without its raw timestamps, to be committed."""
-    from benchmarks import report
-    from benchmarks.run import save, without_raw
+    from benchmarks.result_file import load, save, without_raw
 
-    report.load(source)   # refuses what is no result
-    save(without_raw(json.loads(source.read_text(encoding="utf-8"))), writable(target))
+    load(source)   # refuses what is no result
+    save(without_raw(json.loads(source.read_text(encoding="utf-8"))), command.writable(target))
 
 
 @app.command()
@@ -116,7 +114,7 @@ def render(
     """Write stored results into README and chapters, between their markers."""
     from benchmarks.render import render as render_pages
 
-    stale = render_pages(ROOT, check)
+    stale = render_pages(command.ROOT, check)
     for place in stale:
         typer.echo(f"stale: {place}" if check else f"written: {place}")
     if check and stale:
@@ -139,57 +137,26 @@ def entries(names: str, width: int | None = None) -> list[Entry]:
     return found
 
 
-def load(name: str, dtype: str | None, device: str | None) -> LoadedModel:
-    """Load, after saying why a GPU that is there is not used."""
-    from liteinfer.loading import cuda_hint, load_model
-
-    if device is None and (hint := cuda_hint()):
-        typer.echo(hint, err=True)
-    return load_model(name, dtype=dtype, device=device)
-
-
 def measure(model: LoadedModel, chosen: Sequence[Entry], shape: Shape, rounds: int, path: Path) -> dict[str, Any]:
     """Say what the machine allows, then run. Progress goes to stderr."""
     from statistics import mean
 
-    from benchmarks import ceilings, machine
+    from benchmarks import ceilings
     from benchmarks.progress import Show
-    from benchmarks.run import PASSES, Bench
+    from benchmarks.run import PASSES, Bench, runnable
 
-    facts = machine.facts(model.device) | machine.limits(model.device, model.dtype)
+    facts = command.limits(model)
     sizes = ceilings.Sizes.of(model.config, model.dtype)
     lengths = [shape.output_length(i) for i in range(shape.latency_prompts)]
-    typer.echo(f"{facts['name']}, {facts['threads']} threads: reads {facts['bandwidth_gb_s']:.1f} GB/s "
-               f"({facts['bandwidth_path']}), computes {facts['peak_gflop_s']:,.0f} GFLOP/s")
     for line in ceilings.forecast(sizes, facts, shape.isl, mean(lengths)):
         typer.echo(line)
     tokens = {"latency": sum(lengths)}
     stages = []
-    for entry in chosen:
+    for entry in runnable(chosen):
         tokens["throughput"] = sum(map(shape.output_length, range(shape.prompts_at(entry.width))))
         stages += [((entry.row.name, entry.width, what), tokens[what]) for what in PASSES]
     with Show(Console(stderr=True), stages, rounds) as watch:
         return Bench(model, chosen, shape, rounds, facts, watch, path).run()
-
-
-def writable(path: Path) -> Path:
-    """The path, if a file can be written there. Found out before minutes of measuring, not after."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(21, "is a folder")
-        with path.open("a", encoding="utf-8"):
-            pass
-        if path.stat().st_size == 0:
-            path.unlink()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written: {error.strerror}") from None
-    return path
-
-
-def shown(path: Path) -> str:
-    """Relative to where the reader stands, if it is below."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

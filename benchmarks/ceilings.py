@@ -9,7 +9,8 @@ Which steps a row makes is read off its counters, never off its name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,21 +54,29 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Step:
-    """A row's mean decode step: tokens fed, tokens of the sequence after it, whether the others were cached."""
+    """A row's mean decode step: tokens fed, tokens of the sequence after it, whether the others were cached.
+
+    In a batch all that is said of each of the `sequences`.
+    """
 
     tokens: float
     context: float
     cached: bool
+    sequences: int = 1
 
     def bytes(self, sizes: Sizes) -> float:
-        """Bytes that have to be read; activations and embedding rows are left out as negligible."""
-        kv = sizes.kv_per_token * self.context if self.cached else 0
+        """Bytes that have to be read: weights once, keys and values of every sequence.
+
+        Activations and embedding rows are left out as negligible.
+        """
+        kv = sizes.kv_per_token * self.context * self.sequences if self.cached else 0
         return (sizes.layer_linear + sizes.head + kv) * sizes.itemsize
 
     def flops(self, sizes: Sizes) -> float:
-        """Operations: two per weight and token, logits of one token, and the causal attention pairs."""
+        """Operations: two per weight and token, logits of one token a sequence, and the causal attention pairs."""
         pairs = self.tokens * (self.context - self.tokens) + self.tokens * (self.tokens + 1) / 2
-        return 2 * (sizes.layer_linear * self.tokens + sizes.head) + sizes.pair_flops * pairs
+        each = 2 * (sizes.layer_linear * self.tokens + sizes.head) + sizes.pair_flops * pairs
+        return each * self.sequences
 
 
 def mean_step(counters: Mapping[str, int], requests: int, isl: int, mean_osl: float) -> Step | None:
@@ -88,6 +97,17 @@ def allowed(step: Step, sizes: Sizes, machine: Mapping[str, Any]) -> tuple[float
     reading = step.bytes(sizes) / (machine["bandwidth_gb_s"] * GB)
     computing = step.flops(sizes) / (machine["peak_gflop_s"] * GB)
     return max((reading, "bandwidth"), (computing, "compute"))
+
+
+def turning_point(step: Step, sizes: Sizes, machine: Mapping[str, Any]) -> float | None:
+    """The number of sequences at which computing a step takes as long as reading for it; None if it never does.
+
+    Reading is the weights' bytes and each sequence's, computing only the latter's operations.
+    """
+    none, one = replace(step, sequences=0), replace(step, sequences=1)
+    bandwidth, peak = machine["bandwidth_gb_s"] * GB, machine["peak_gflop_s"] * GB
+    gained = one.flops(sizes) / peak - (one.bytes(sizes) - none.bytes(sizes)) / bandwidth   # seconds per sequence
+    return none.bytes(sizes) / bandwidth / gained if gained > 0 else None
 
 
 def forecast(sizes: Sizes, machine: Mapping[str, Any], isl: int, mean_osl: float) -> list[str]:
@@ -126,7 +146,8 @@ def note(step: Step, sizes: Sizes, bound: str, ceiling_ms: float, measured_ms: f
     if bound == "bandwidth":
         rate = f"{(sizes.layer_linear + sizes.head) * sizes.itemsize / linear_ms / 1e6:,.1f} GB/s"
     else:
-        rate = f"{2 * (sizes.layer_linear * step.tokens + sizes.head) / linear_ms / 1e6:,.0f} GFLOP/s"
+        operations = 2 * (sizes.layer_linear * step.tokens + sizes.head) * step.sequences
+        rate = f"{operations / linear_ms / 1e6:,.0f} GFLOP/s"
     if linear_ms > measured_ms:
         return (f"The linear layers alone took {linear_ms:,.1f} ms ({rate}), longer than the whole step: something "
                 "else was running; measure again.")
@@ -135,19 +156,22 @@ def note(step: Step, sizes: Sizes, bound: str, ceiling_ms: float, measured_ms: f
 
 
 @torch.inference_mode()
-def linear_ms(engine: Any, model: LoadedModel, tokens: int, calls: int = 3) -> float:
+def linear_ms(engine: Any, model: LoadedModel, tokens: int, sequences: int = 1, calls: int = 3) -> float:
     """Milliseconds of the row's linear layers alone for `tokens` tokens: the fastest of a few calls.
+
+    The head is applied to one token of each sequence.
 
     An engine with a `llama` (our forward) has its own layers timed, packed or
     plain; any other is timed by F.linear over the model's weights.
     """
     llama = getattr(engine, "llama", None)
-    run = _weights_pass(model, tokens) if llama is None else _llama_pass(llama, tokens)
+    make = partial(_weights_pass, model) if llama is None else partial(_llama_pass, llama)
+    run = make(tokens, sequences)
     timed(run)
     return min(timed(run) for _ in range(calls)) * 1000
 
 
-def _llama_pass(llama: Any, tokens: int) -> Callable[[], None]:
+def _llama_pass(llama: Any, tokens: int, sequences: int) -> Callable[[], None]:
     config, like = llama.config, llama.embedding
 
     def ones(features: int) -> torch.Tensor:
@@ -162,18 +186,18 @@ def _llama_pass(llama: Any, tokens: int) -> Callable[[], None]:
             layer.o(heads)
             layer.gate_up(hidden)
             layer.down(inner)
-        llama.head(hidden[:1])
+        llama.head(hidden[:sequences])
 
     return run
 
 
-def _weights_pass(model: LoadedModel, tokens: int) -> Callable[[], None]:
+def _weights_pass(model: LoadedModel, tokens: int, sequences: int) -> Callable[[], None]:
     weights = model.weights()
     layers = [(w, weights.get(name.removesuffix("weight") + "bias"))
               for name, w in weights.items() if name.endswith("_proj.weight")]
     head = weights["model.embed_tokens.weight" if model.config.tie_word_embeddings else "lm_head.weight"]
     inputs = {w.shape[1]: torch.ones(tokens, w.shape[1], dtype=w.dtype, device=w.device) for w, _ in layers}
-    last = torch.ones(1, head.shape[1], dtype=head.dtype, device=head.device)
+    last = torch.ones(sequences, head.shape[1], dtype=head.dtype, device=head.device)
 
     def run() -> None:
         for w, bias in layers:

@@ -1,4 +1,4 @@
-"""One hash per row over the code that made its result, so that a stale result shows.
+"""One hash per row (and per kind of result) over the code that made it, so that a stale result shows.
 
 A row's code is its engine's module and its parts', with all they import from
 liteinfer (imports inside functions included), the four files that drive and
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,6 +20,13 @@ from liteinfer.lineage import Row
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNNER = ("benchmarks.loop", "benchmarks.workloads", "benchmarks.metrics", "benchmarks.run")
+KINDS = {
+    "kv_memory": ("benchmarks.memory",),
+    "widths": ("benchmarks.widths", "benchmarks.ceilings"),
+    "radix": ("benchmarks.radix",),
+    "sharing": ("benchmarks.sharing", "benchmarks.scenarios", "benchmarks.radix", "benchmarks.stopwatch"),
+    "overhead": ("benchmarks.overhead", "benchmarks.radix", "benchmarks.stopwatch"),
+}
 EXCLUDED = ("liteinfer.lineage",)
 TEXT = "benchmarks/data/prose.txt"
 
@@ -27,14 +34,26 @@ TEXT = "benchmarks/data/prose.txt"
 def row_hash(row: Row, root: Path | None = None) -> str:
     """The hash of one row's code, 16 hex digits. `root` is the repository (this one)."""
     root = root or ROOT
-    digest = hashlib.sha256()
     entry = (row.name, row.engine, sorted(row.parts.items()), row.widths)
-    digest.update(repr(entry).encode())
     modules = [target.partition(":")[0] for target in (row.engine, *row.parts.values())]
-    for file in closure((*modules, *RUNNER), root):
-        digest.update(f"\n{file.relative_to(root).as_posix()}\n".encode())
-        digest.update(code_of(file.read_text(encoding="utf-8")).encode())
-    digest.update((root / TEXT).read_text(encoding="utf-8").encode())
+    return _hash([repr(entry), *_files((*modules, *RUNNER), root), (root / TEXT).read_text(encoding="utf-8")])
+
+
+def kind_hash(kind: str, root: Path | None = None) -> str:
+    """The hash of the code that makes a kind of result; what it measures of rows is in the rows' own hashes."""
+    return _hash(_files(KINDS[kind], root or ROOT))
+
+
+def _files(modules: Iterable[str], root: Path) -> Iterator[str]:
+    for file in closure(modules, root):
+        yield f"\n{file.relative_to(root).as_posix()}\n"
+        yield code_of(file.read_text(encoding="utf-8"))
+
+
+def _hash(texts: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode())
     return digest.hexdigest()[:16]
 
 
@@ -44,14 +63,16 @@ def total_hash(hashes: Iterable[str]) -> str:
 
 
 def closure(modules: Iterable[str], root: Path | None = None) -> list[Path]:
-    """The files of these modules and of all they import, over and over; sorted."""
-    root = root or ROOT
-    waiting, found = list(modules), set[Path]()
+    """The files of these modules and of all they import that counts, over and over; sorted."""
+    root, waiting, found = root or ROOT, list(modules), set[Path]()
+    counted = {*RUNNER, *waiting}
     while waiting:
-        file = _file_of(waiting.pop(), root)
-        if file is not None and file not in found:
-            found.add(file)
-            waiting.extend(imports_of(file.read_text(encoding="utf-8")))
+        module = waiting.pop()
+        if module in counted or (module.startswith("liteinfer.") and module not in EXCLUDED):
+            file = root.joinpath(*module.split(".")).with_suffix(".py")
+            if file.is_file() and file not in found:
+                found.add(file)
+                waiting.extend(imports_of(file.read_text(encoding="utf-8")))
     return sorted(found)
 
 
@@ -91,10 +112,3 @@ def imports_of(source: str) -> frozenset[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found.update((node.module, *(f"{node.module}.{alias.name}" for alias in node.names)))
     return frozenset(found)
-
-
-def _file_of(module: str, root: Path) -> Path | None:
-    """The file of a module that counts, or None."""
-    counts = module in RUNNER or (module.startswith("liteinfer.") and module not in EXCLUDED)
-    file = root.joinpath(*module.split(".")).with_suffix(".py")
-    return file if counts and file.is_file() else None

@@ -1,4 +1,4 @@
-"""Result files: reading them, and comparing their rows.
+"""Comparing the rows of result files.
 
 A ratio whose two rows were measured in one interleaved run is the median over
 rounds of the per-round ratio, so that a slow minute of the machine hits both
@@ -8,20 +8,16 @@ has doubts; it is shown with a `~`, and a note says why.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.result_file import Result, dig
 from liteinfer.lineage import LADDER
 
-Result = dict[str, Any]
-HashOf = Callable[[str], str | None]   # a row's name -> the hash of its code as it is now, None if not known
+HashOf = Callable[[str], str | None]   # the name of a row or of a kind -> the hash of its code now, None if not known
 
-SCHEMA = 1
-ROW = {"name", "latency", "throughput", "prompts"}   # what every row of a result has
 MACHINE = ("name", "cpu", "cores", "threads", "gpu")   # what makes two machines the same one
 
 
@@ -31,6 +27,11 @@ class Entry:
 
     row: Result
     result: Result
+
+    @property
+    def rate(self) -> float | None:
+        """Requests per second that arrived by themselves; None where all were there at once."""
+        return dig(self.result, "workload.rate")
 
     @property
     def name(self) -> str:
@@ -56,43 +57,12 @@ class Ratio:
         return f"{'~' if self.doubts else ''}{self.value:,.2f}x"
 
 
-def dig(tree: Any, path: str) -> Any:
-    """Follow a dotted path through nested dicts; None where it leads nowhere."""
-    for key in path.split("."):
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
-
-
-def load(path: str | Path) -> Result:
-    """Read one result file.
-
-    Raises:
-        ValueError: no such file, not JSON, or another schema; the message names the file.
-    """
-    try:
-        result = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; `python -m benchmarks run --out {path}` makes it") from None
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:   # not JSON, or not UTF-8
-        raise ValueError(f"{path}: not a JSON file: {error}") from None
-    schema = result.get("schema") if isinstance(result, dict) else None
-    if schema != SCHEMA:
-        raise ValueError(f"{path}: result schema is {schema!r}, this version reads {SCHEMA}")
-    missing = [key for key in ("machine", "versions", "model", "workload", "rows") if key not in result]
-    if missing:
-        raise ValueError(f"{path}: not a whole result, {', '.join(missing)} missing")
-    rows = result["rows"]
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and row.keys() >= ROW for row in rows):
-        raise ValueError(f"{path}: not a whole result, rows is not a list of rows with {', '.join(sorted(ROW))}")
-    return {**result, "source": Path(path).stem}
-
-
 def current_hash(name: str) -> str | None:
-    """The hash of a row's code as it is now; None for a row the ladder does not have (a reference)."""
-    from benchmarks.codehash import row_hash
+    """The hash of the code of a row, or of a kind of result, as it is now; None for a row that is not the ladder's."""
+    from benchmarks.codehash import KINDS, kind_hash, row_hash
 
+    if name in KINDS:
+        return kind_hash(name)
     row = next((row for row in LADDER if row.name == name), None)
     return row_hash(row) if row else None
 
@@ -102,11 +72,25 @@ class Book:
 
     def __init__(self, results: Sequence[Result], current: HashOf = current_hash) -> None:
         order = {row.name: i for i, row in enumerate(LADDER)}
-        entries = [Entry(row, result) for result in results for row in result["rows"]]
+        entries = [Entry(row, result) for result in results if "kind" not in result for row in result["rows"]]
         self.results = results
         self.entries = sorted(entries, key=lambda e: (e.row.get("chapter") or 99, order.get(e.name, 999), e.width))
-        hashes = {name: current(name) for name in {e.name for e in entries}}
-        self._stale = {id(e.row) for e in entries if hashes[e.name] not in (None, e.row.get("code_hash"))}
+        hashed = [(e.name, e.row) for e in entries]
+        hashed += [(name, part) for result in results for name, part in _hashed_parts(result)]
+        hashes = {name: current(name) for name, _ in hashed}
+        self._stale = {id(part) for name, part in hashed if hashes[name] not in (None, part.get("code_hash"))}
+
+    @property
+    def skipped(self) -> list[Result]:
+        """The entries that were not run, each with its name, width and reason."""
+        return [skip for result in self.results for skip in result.get("skipped", ())]
+
+    def of_kind(self, kind: str) -> Result:
+        """The first result of this kind. Raises ValueError if there is none."""
+        for result in self.results:
+            if result.get("kind") == kind:
+                return result
+        raise ValueError(f"none of these results is of the kind {kind!r}")
 
     def named(self, name: str) -> list[Entry]:
         """All entries of a row, whose name may be short ("eager")."""
@@ -124,6 +108,10 @@ class Book:
         """Whether the code this entry measured is no longer the code here."""
         return id(entry.row) in self._stale
 
+    def stale_result(self, result: Result) -> bool:
+        """The same of a result that has a kind."""
+        return any(id(part) in self._stale for _, part in _hashed_parts(result))
+
     def doubts(self, a: Entry, b: Entry) -> tuple[str, ...]:
         """Why two entries are not measured alike; empty if they are."""
         mine, other = a.result, b.result
@@ -133,6 +121,7 @@ class Book:
             "different machines": any(dig(mine, f"machine.{k}") != dig(other, f"machine.{k}") for k in MACHINE),
             "different models": any(dig(mine, f"model.{k}") != dig(other, f"model.{k}") for k in ("name", "dtype")),
             "different shapes": any(dig(mine, f"workload.{k}") != dig(other, f"workload.{k}") for k in ("isl", "osl")),
+            "different arrivals": a.rate != b.rate,
             "different code": self.stale(a) != self.stale(b) or mine["versions"] != other["versions"],
             "different prompts": not hashes[0] or hashes[1][:len(hashes[0])] != hashes[0],
         }
@@ -165,3 +154,10 @@ class Book:
                  str(entry.result.get("source", "")) if twin else ""]
         inside = ", ".join(part for part in apart if part)
         return entry.name + (f" ({inside})" if inside else "") + (" stale" if self.stale(entry) else "")
+
+
+def _hashed_parts(result: Result) -> list[tuple[str, Result]]:
+    """What carries a hash in a result that has a kind: the whole, and the rows of the ladder in it."""
+    if "kind" not in result:
+        return []
+    return [(result["kind"], result), *((row["name"], row) for row in result.get("rows", ()))]

@@ -3,7 +3,10 @@
 Definitions, used everywhere. A token event is an event that carries at least
 one token; events without tokens count for nothing.
 
-- TTFT: from add() to the first token event.
+- TTFT: from add() to the first token event. Where requests arrive by themselves, add() means
+  the moment a request was due: it may have waited for the step that was running to end.
+- Queueing time: from there to the start of the first step that ran the request, which the
+  engine's own trace tells.
 - ITL: the gaps between consecutive token events of one request, pooled over all
   requests. An event with several tokens ends one gap, not several.
 - TPOT: (last token event - first token event) / (tokens - 1) of one request;
@@ -110,6 +113,19 @@ def throughput(traces: Sequence[Trace], wanted: Mapping[str, int]) -> Metrics:
         "wall_s": wall,
         "itl_p50_ms": _percentile_ms([gap for trace in good for gap in gaps(trace)], 50),
     }
+
+
+def arrivals(traces: Sequence[Trace], wanted: Mapping[str, int], started: Mapping[str, float] | None) -> Metrics:
+    """The columns that the throughput table has besides, where requests arrive by themselves.
+
+    Args:
+        started: by request id, when the first step that ran it began; None if the engine does not tell.
+    """
+    good = successful(traces, wanted)
+    first = [ttft(trace) for trace in good]
+    queued = [] if started is None else [started[trace.request_id] - trace.added_at for trace in good]
+    return {"ttft_p50_ms": _percentile_ms(first, 50), "ttft_p95_ms": _percentile_ms(first, 95),
+            "queue_p50_ms": _percentile_ms(queued, 50), "queue_p95_ms": _percentile_ms(queued, 95)}
 
 
 def over_rounds(rounds: Sequence[Metrics]) -> tuple[Metrics, dict[str, list[float] | None]]:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 Stage = tuple[str, int, str]   # row, width, pass
+UNITS = {"latency": "ms ITL p50", "throughput": "tok/s", "TTFT": "ms with the prefix cached", "wall": "s", "step": "µs"}
 
 
 @dataclass
@@ -74,8 +75,7 @@ class Show:
     def passed(self, name: str, width: int, round_: int, what: str, headline: float | None) -> None:
         seconds, self.last = self.clock() - self.last, self.clock()
         self.remaining.done((name, width, what), seconds)
-        unit = "ms ITL p50" if what == "latency" else "tok/s"
-        value = "no request succeeded" if headline is None else f"{headline:,.1f} {unit}"
+        value = "no request succeeded" if headline is None else f"{headline:,.1f} {UNITS[what]}"
         self._show(f"round {round_ + 1}/{self.rounds} {title(name, width)} {what}: {value} ({seconds:,.1f} s)")
 
     def stopped(self, name: str, width: int, reason: str) -> None:

@@ -3,12 +3,14 @@
 An HTML comment, which GitHub does not show, says what belongs in a place:
 
     <!-- table: latency results=course rows=nocache,eager -->     a table of benchmarks/results/course.json
+    <!-- table: waste results=memory -->                          a table of another kind of result (radix, ...)
     <!-- code: liteinfer/sampling.py sample -->                   a function, class or method, verbatim
     <!-- code: liteinfer/lineage.py from="text" to="text" -->     the lines from one text to the other
     <!-- end -->                                                  closes each of these
 
     <!--v: results=course row=eager latency.itl_p50_ms .0f-->61<!--/v-->
     <!--v: results=course machine.bandwidth_gb_s .1f-->18.0<!--/v-->
+    <!--v: results=memory lengths.0.saved .1%-->97.7%<!--/v-->
     <!--v: results=course ratio=throughput.tok_s row=eager over=nocache .1f-->5.2<!--/v-->
 
 A number's last word is a Python format or a unit of bytes (MB, MiB, .2fMB).
@@ -25,9 +27,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare import Book, Entry, HashOf, current_hash, dig, load
+from benchmarks.compare import Book, Entry, HashOf, current_hash
 from benchmarks.excerpt import between, definition
-from benchmarks.report import build_tables, ladder_table, to_markdown
+from benchmarks.report import build_tables, ladder_table
+from benchmarks.result_file import dig, load
+from benchmarks.table import to_markdown
 from liteinfer.lineage import find
 
 PAGES = ("README.md", "chapters/**/*.md", "docs/**/*.md", "benchmarks/*.md")
@@ -106,9 +110,8 @@ class _Page:
         book = Book([]) if names == ["ladder"] and "results" not in options else self.book(options)
         if names == ["ladder"]:
             return "\n" + to_markdown(ladder_table(book, self.link)) + "\n"
-        chosen = [e for name in options["rows"].split(",") for e in _entries(book, name)] if "rows" in options else None
-        shown = [entry for entry in book.entries if chosen is None or entry in chosen]
-        return "\n" + "\n".join(to_markdown(table) for table in build_tables(book, names, shown)) + "\n"
+        rows = [_measured(book, name) for name in options["rows"].split(",")] if "rows" in options else None
+        return "\n" + "\n".join(to_markdown(table) for table in build_tables(book, names, rows)) + "\n"
 
     def link(self, chapter: int) -> str:
         found = next(self.root.glob(f"chapters/{chapter:02d}_*"), None)
@@ -154,12 +157,13 @@ class _Page:
             raise ValueError("results=name is missing: the name of a file in benchmarks/results")
         where = f"benchmarks/results/{options['results']}.json"
         if not (self.root / where).is_file():
-            raise ValueError(f"no {where}; `python -m benchmarks run --rounds 5` and then "
+            raise ValueError(f"no {where}; `python -m benchmarks run --rounds 5` (or memory, widths, radix ...) and then "
                              f"`python -m benchmarks store benchmarks/results/local/quick.json {where}` make it")
         book = Book([load(self.root / where)], self.current)
         if self.check:   # a stale row is marked in tables, but a number in prose cannot carry the mark
             stale = [f"{where} row {entry.name} is stale: its code has changed" for entry in book.entries
                      if book.stale(entry)]
+            stale += [f"{where} is stale: its code has changed" for result in book.results if book.stale_result(result)]
             self.changed += [line for line in stale if line not in self.changed]
         return book
 
@@ -177,6 +181,13 @@ def _entries(book: Book, name: str) -> list[Entry]:
         return found
     find(name)   # raises for a row that no ladder has
     raise ValueError(f"row {name!r} was not measured in these results")
+
+
+def _measured(book: Book, name: str) -> str:
+    """The full name of a row that was measured, or that was skipped and so is a note."""
+    skipped = [skip["name"] for skip in book.skipped
+               if name in (skip["name"], skip["name"].removeprefix("liteinfer-"))]
+    return str(skipped[0]) if skipped else _entries(book, name)[0].name
 
 
 def _entry(book: Book, name: str, width: str | None) -> Entry:

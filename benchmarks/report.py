@@ -6,34 +6,41 @@ form. A ratio above 1.00x is always better; `compare` says what it means.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rich import box
 from rich.console import Console
-from rich.table import Table as RichTable
-from rich.text import Text
 
-from benchmarks.compare import Book, Entry, HashOf, Result, current_hash, load
+from benchmarks.compare import Book, Entry, HashOf, current_hash
+from benchmarks.kinds import kv_memory_table, waste_table, widths_table
+from benchmarks.prefix_tables import overhead_table, radix_table, sharing_table
+from benchmarks.result_file import Result, load
+from benchmarks.table import (
+    DASH,
+    Table,
+    bar,
+    number,
+    print_table,
+    share,
+    size,
+    to_markdown,
+    with_range,
+    without_empty,
+)
 from liteinfer.lineage import LADDER
 
-__all__ = ["Table", "build_tables", "load", "markdown", "print_tables", "to_markdown"]
+__all__ = ["build_tables", "load", "markdown", "print_tables"]
 
-DASH = "-"
-BLOCKS = "▏▎▍▌▋▊▉█"   # one to eight eighths
-LEFT = {"row", "chapter", "what it is", "improves on", "standing", "bound", "note"}   # columns of words
 NO_REFERENCE = "vs vLLM: no vLLM reference was measured in this run, hence the dashes."
-
-
-@dataclass(frozen=True)
-class Table:
-    """A title, a header, rows of ready text, and the lines that belong below. Without a header: lines only."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    notes: Sequence[str]
+TABLES: dict[str | None, tuple[str, ...]] = {   # by kind of result
+    None: ("latency", "throughput", "counters", "ceilings"),
+    "kv_memory": ("kv_memory", "waste"),
+    "widths": ("widths",),
+    "radix": ("radix",),
+    "sharing": ("sharing",),
+    "overhead": ("overhead",),
+}
+TELLS_SKIPPED = ("latency", "throughput", "widths", "radix", "sharing", "overhead")
 
 
 @dataclass(frozen=True)
@@ -55,30 +62,22 @@ THROUGHPUT = Measured("throughput", "Throughput: all prompts at once", (
     ("tok/s", "throughput.tok_s", ",.1f"), ("req/s", "throughput.req_s", ",.2f"),
     ("wall s", "throughput.wall_s", ",.1f"), ("ITL p50 ms", "throughput.itl_p50_ms", ",.1f")),
     "throughput.tok_s", lower_is_better=False)
+AT_A_RATE = replace(THROUGHPUT, title="Throughput: requests as they arrive, TTFT and queueing time in ms", columns=(
+    *THROUGHPUT.columns, ("TTFT p50", "throughput.ttft_p50_ms", ",.1f"), ("TTFT p95", "throughput.ttft_p95_ms", ",.1f"),
+    ("queue p50", "throughput.queue_p50_ms", ",.1f"), ("queue p95", "throughput.queue_p95_ms", ",.1f")))
 
 
-def bar(share: float, cells: int = 8) -> str:
-    """`share` of a full bar, in eighths of a cell; never empty, so that a slow row still shows."""
-    full, rest = divmod(max(1, round(share * cells * 8)), 8)
-    return BLOCKS[-1] * full + (BLOCKS[rest - 1] if rest else "")
-
-
-def size(n: float | None) -> str:
-    """Bytes in the unit that leaves one to three digits before the point."""
-    if n is None:
-        return DASH
-    for unit in ("B", "kB", "MB", "GB"):
-        if n < 1000 or unit == "GB":
-            break
-        n /= 1000
-    return f"{n:,.0f} B" if unit == "B" else f"{n:,.1f} {unit}"
-
-
-def number(value: float | None, spec: str) -> str:
-    """A figure, a dash for none; from 1,000 on a decimal says nothing and is left out."""
-    if value is None:
-        return DASH
-    return format(value, ",.0f" if value >= 1000 and spec.endswith("f") else spec)
+def throughput_table(book: Book, shown: Sequence[Entry]) -> Table:
+    """The throughput table; with TTFT and queueing time if some of the rows had requests arrive at a rate."""
+    rates = [entry for entry in shown if entry.rate]
+    if not rates:
+        return measured_table(THROUGHPUT, book, shown)
+    table = measured_table(AT_A_RATE, book, shown)
+    notes = ["TTFT counts from when a request was due, queueing time from there to the first step that ran it; a dash "
+             "where the engine does not tell. A row that keeps up has the tok/s that were asked of it."]
+    if len(rates) < len(shown):
+        notes.append(f"Requests arrived by themselves only for {', '.join(map(book.label, rates))}.")
+    return replace(table, notes=[*notes, *table.notes])
 
 
 def ranged(entry: Entry, path: str, spec: str) -> str:
@@ -86,9 +85,8 @@ def ranged(entry: Entry, path: str, spec: str) -> str:
     table, key = path.split(".")
     ends = entry.get(f"{table}_range.{key}")
     text = number(entry.get(path), spec)
-    if len(entry.row.get("rounds", ())) < 2 or text == DASH or not ends:
-        return text
-    return f"{text} ({number(ends[0], spec)}..{number(ends[1], spec)})"
+    several = len(entry.row.get("rounds", ())) > 1 and text != DASH
+    return with_range(text, ends if several else None, spec)
 
 
 def measured_table(kind: Measured, book: Book, shown: Sequence[Entry]) -> Table:
@@ -104,11 +102,11 @@ def measured_table(kind: Measured, book: Book, shown: Sequence[Entry]) -> Table:
             if other and gain and gain.doubts:
                 uneven.setdefault(", ".join(gain.doubts), []).append(f"{entry.name} / {other.name}")
         value = entry.get(kind.headline)
-        share = 0.0 if not value else best / value if kind.lower_is_better else value / best
+        part = 0.0 if not value else best / value if kind.lower_is_better else value / best
         cells = [ranged(entry, path, spec) if path == kind.headline else number(entry.get(path), spec)
                  for _, path, spec in kind.columns]
         rows.append((book.label(entry, kind.what), *cells, *(str(gain or DASH) for gain in gains),
-                     bar(share) if share else DASH))
+                     bar(part) if part else DASH))
     notes = []
     if any(book.reference(e) is None for e in shown):
         names = {e.row.get("reference") for e in shown}
@@ -120,7 +118,7 @@ def measured_table(kind: Measured, book: Book, shown: Sequence[Entry]) -> Table:
 
 
 def remarks(book: Book, shown: Sequence[Entry]) -> list[str]:
-    """What a reader has to know about single rows: stale, failed, different, left out."""
+    """What a reader has to know about single rows: stale, failed, stopped, different."""
     stale = ", ".join(dict.fromkeys(e.name for e in shown if book.stale(e)))
     notes = [f"stale: the code of {stale} has changed since it was measured."] if stale else []
     for entry in shown:
@@ -133,8 +131,7 @@ def remarks(book: Book, shown: Sequence[Entry]) -> list[str]:
     notes += _same_tokens(shown)
     if any(result.get("interrupted") for result in book.results):
         notes.append("The run was interrupted: the rows have the rounds that were finished by then.")
-    left_out = [skip for result in book.results for skip in result.get("skipped", ())]
-    return notes + [f"{skip['name']} was not run: {skip['reason']}." for skip in left_out]
+    return notes
 
 
 def _same_tokens(shown: Sequence[Entry]) -> list[str]:
@@ -149,11 +146,23 @@ def _same_tokens(shown: Sequence[Entry]) -> list[str]:
 
 
 def counters_table(book: Book, shown: Sequence[Entry]) -> Table:
-    rows = [(book.label(e), number(e.get("counters.forward_passes"), ",d"),
-             number(e.get("counters.tokens_computed"), ",d"), size(e.get("counters.kv_bytes_copied")),
-             size(e.get("counters.kv_bytes_peak"))) for e in shown]
-    header = ("row", "forward passes", "tokens computed", "KV bytes copied", "KV bytes held")
-    return Table("Counters: one throughput pass, the same on every machine", header, rows, [])
+    """What the rows did. A column in which every row shown has a dash is left out."""
+    def cells(e: Entry) -> tuple[str, ...]:
+        count = {key: e.get(f"counters.{key}") for key in (
+            "forward_passes", "tokens_computed", "kv_bytes_copied", "kv_bytes_peak", "blocks_peak", "held_slots",
+            "tail_slots", "batch_slots", "idle_slots", "prompt_tokens", "prefix_hit_tokens", "preemptions")}
+        return (book.label(e), number(count["forward_passes"], ",d"), number(count["tokens_computed"], ",d"),
+                size(count["kv_bytes_copied"]), size(count["kv_bytes_peak"]),
+                number(count["blocks_peak"] or None, ",d"), share(count["tail_slots"], count["held_slots"]),
+                share(count["idle_slots"], count["batch_slots"]),
+                share(count["prefix_hit_tokens"], count["prompt_tokens"]),
+                number(count["preemptions"] if count["prompt_tokens"] else None, ",d"))   # others can do neither
+
+    header = ("row", "forward passes", "tokens computed", "KV bytes copied", "KV bytes held", "KV blocks peak",
+              "tail waste", "idle slots", "prefix hits", "preemptions")
+    same = "the first round's, and the clock had a say" if any(e.rate for e in shown) else "the same on every machine"
+    pools = [f"{e.name}: {e.row['pool']}." for e in shown if e.row.get("pool")]
+    return without_empty(Table(f"Counters: one throughput pass, {same}", header, [cells(e) for e in shown], pools))
 
 
 def ceilings_table(book: Book, shown: Sequence[Entry]) -> Table:
@@ -171,13 +180,16 @@ def facts_table(book: Book) -> Table:
     """The strip on top: one line for each different run."""
     lines = []
     for result in book.results:
-        model, work, machine = result["model"], result["workload"], result["machine"]
+        model, machine = result["model"], result["machine"]
+        work, rounds = result.get("workload"), result.get("rounds", 1)   # rows of the ladder have a workload
+        prompts = [f"prompts {work['latency_prompts']} latency, {work['throughput_prompts']} throughput",
+                   *([f"arrivals Poisson, {work['rate']:g} requests/s"] if work.get("rate") else []),
+                   work["decoding"]] if work else []
+        lengths = [f"{key.upper()} {value}" for key in ("isl", "osl") if (value := (work or result).get(key))]
         lines.append(" · ".join((
             f"{model['name']} ({model['parameters'] / 1e6:,.1f} M parameters, {model['dtype']})",
-            f"ISL {work['isl']}", f"OSL {work['osl']}",
-            f"prompts {work['latency_prompts']} latency, {work['throughput_prompts']} throughput",
-            work["decoding"], f"{machine['name']}, {machine['threads']} threads",
-            f"{result['date']}, {result['rounds']} rounds" if result["rounds"] > 1 else result["date"],
+            *lengths, *prompts, f"{machine['name']}, {machine['threads']} threads",
+            f"{result['date']}, {rounds} rounds" if rounds > 1 else result["date"],
             ", ".join(f"{package} {version}" for package, version in result["versions"].items()))))
     return Table("", (), [], list(dict.fromkeys(lines)))
 
@@ -188,7 +200,7 @@ def ladder_table(book: Book, link: Callable[[int], str]) -> Table:
     rows = []
     for row in LADDER:
         entry = max(book.named(row.name), key=lambda e: e.width, default=None)
-        gain, figures = None, [DASH, DASH]
+        gain, figures = None, [f"needs {row.needs}" if row.needs else DASH, DASH]   # the same on every machine
         if entry:
             first = book.beside(entry, LADDER[0].name)
             gain = book.gain(entry, first, THROUGHPUT.headline, THROUGHPUT.lower_is_better)
@@ -198,70 +210,53 @@ def ladder_table(book: Book, link: Callable[[int], str]) -> Table:
     return Table("", header, rows, [])
 
 
-def build_tables(book: Book, names: Iterable[str], shown: Sequence[Entry] | None = None) -> Iterator[Table]:
-    """Build the named tables. A note is given once, below the first table that has it.
+def build_tables(book: Book, names: Iterable[str], rows: Sequence[str] | None = None) -> Iterator[Table]:
+    """Build the named tables, of all rows or of some. A note is given once, below the first table that has it.
 
     Raises:
-        ValueError: a name that no table has.
+        ValueError: a name that no table has, or a table of a kind of result that is not in the book.
     """
-    rows = book.entries if shown is None else shown
+    shown = [e for e in book.entries if rows is None or e.name in rows]
+    skipped = [f"{skip['name']} was not run: {skip['reason']}." for skip in book.skipped
+               if rows is None or skip["name"] in rows]
     makers: dict[str, Callable[[], Table]] = {
         "facts": lambda: facts_table(book),
-        "latency": lambda: measured_table(LATENCY, book, rows),
-        "throughput": lambda: measured_table(THROUGHPUT, book, rows),
-        "counters": lambda: counters_table(book, rows),
-        "ceilings": lambda: ceilings_table(book, rows),
+        "latency": lambda: measured_table(LATENCY, book, shown),
+        "throughput": lambda: throughput_table(book, shown),
+        "counters": lambda: counters_table(book, shown),
+        "ceilings": lambda: ceilings_table(book, shown),
+        "kv_memory": lambda: kv_memory_table(book),
+        "waste": lambda: waste_table(book),
+        "widths": lambda: widths_table(book),
+        "radix": lambda: radix_table(book),
+        "sharing": lambda: sharing_table(book),
+        "overhead": lambda: overhead_table(book),
     }
     given: set[str] = set()
     for name in names:
         if name not in makers:
             raise ValueError(f"unknown table {name!r}; the tables are {', '.join(makers)}")
+        if name in TABLES[None] and all("kind" in result for result in book.results):
+            raise ValueError(f"table {name!r} shows rows of the ladder, and none of these results holds any")
         table = makers[name]()
-        yield Table(table.title, table.header, table.rows, [note for note in table.notes if note not in given])
-        given.update(table.notes)
+        notes = [*table.notes, *(skipped if name in TELLS_SKIPPED else [])]
+        yield Table(table.title, table.header, table.rows, [note for note in notes if note not in given])
+        given.update(notes)
 
 
-def to_markdown(table: Table) -> str:
-    lines = [f"**{table.title}**", ""] if table.title else []
-    if table.header:
-        lines += [_pipes(table.header), "|" + "|".join(":--" if h in LEFT else "--:" for h in table.header) + "|"]
-        lines += [*map(_pipes, table.rows), ""]
-    for note in table.notes:
-        lines += [note, ""]
-    return "\n".join(lines[:-1]) + "\n"
+def _usual(results: Sequence[Result], but: Iterable[str] = ()) -> list[str]:
+    """The tables of results of these kinds, in the order of the files."""
+    kinds = dict.fromkeys(result.get("kind") for result in results)
+    return ["facts", *(name for kind in kinds for name in TABLES[kind] if name not in but)]
 
 
-def _pipes(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def markdown(results: Sequence[Result], tables: Sequence[str] = ("facts", "latency", "throughput"),
-             current: HashOf = current_hash) -> str:
-    """The named tables as Markdown; the facts strip is a table too."""
-    return "\n".join(to_markdown(table) for table in build_tables(Book(results, current), tables))
+def markdown(results: Sequence[Result], tables: Sequence[str] = (), current: HashOf = current_hash) -> str:
+    """The named tables as Markdown, or those that a page usually shows; the facts strip is a table too."""
+    names = tables or _usual(results, but=("counters", "ceilings"))
+    return "\n".join(to_markdown(table) for table in build_tables(Book(results, current), names))
 
 
 def print_tables(results: Sequence[Result], console: Console, current: HashOf = current_hash) -> None:
-    """All tables in the terminal; in a narrow one short row names, and cells of two lines."""
-    narrow = console.width < 110
-    for table in build_tables(Book(results, current), ("facts", "latency", "throughput", "counters", "ceilings")):
-        if table.header:
-            grid = RichTable(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
-                             padding=0, pad_edge=False, show_edge=False)
-            for heading in table.header:
-                wraps = heading in ("row", "note")
-                grid.add_column(_text(heading.replace(" ", "\n").replace("/m", "/\nm") if narrow else heading, console),
-                                justify="left" if heading in LEFT else "right", no_wrap=not wraps,
-                                min_width=(13 if narrow else 23) if wraps else None)
-            for row in table.rows:
-                short = [row[0].removeprefix("liteinfer-"), *(re.sub(r" \((.*)\)$", r"\n\1", c) for c in row[1:])]
-                grid.add_row(*(_text(cell, console) for cell in (short if narrow else row)))
-            console.print(grid)
-        for note in table.notes:
-            console.print(_text(note, console))
-        console.print()
-
-
-def _text(cell: str, console: Console) -> Text:
-    """Plain text, never rich markup; a terminal that is not UTF-8 gets # for a bar."""
-    return Text(cell.translate(dict.fromkeys(map(ord, BLOCKS), "#")) if console.options.ascii_only else cell)
+    """All tables in the terminal."""
+    for table in build_tables(Book(results, current), _usual(results)):
+        print_table(table, console)

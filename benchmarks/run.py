@@ -3,37 +3,50 @@
 A turn builds the row's engine anew (the weights are shared, so this is cheap,
 and no cache is warm from the turn before), warms it up on prompts of their own,
 then makes a latency pass (one request in flight) and a throughput pass (all at
-once). Each round starts with another row, so that none always goes first on a
+once, or as they arrive at a rate). Each round starts with another row, so that none always goes first on a
 cool machine. What is finished is saved after every turn.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import os
-import platform
+import inspect
+import pkgutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from benchmarks import ceilings, metrics
 from benchmarks.codehash import row_hash, total_hash
 from benchmarks.loop import Trace, drive
+from benchmarks.result_file import Result, head, save
 from benchmarks.workloads import Shape, Workload, workload
 from liteinfer import lineage
 from liteinfer.lineage import Row
+from liteinfer.trace import StepTrace
 
 if TYPE_CHECKING:
     from liteinfer.loading import LoadedModel
 
-Result = dict[str, Any]
 PASSES = ("latency", "throughput")
+BLOCK_SIZE = 16   # tokens per KV block, wherever an engine has blocks
+T = TypeVar("T")
+
+
+class Turn(Protocol):
+    """What takes turns in a run: a row at a width, a point of a curve."""
+
+    stopped: str | None   # why it takes no further turns
+
+    @property
+    def label(self) -> tuple[str, int]:
+        """Its name and width, for the watch."""
+
+
+U = TypeVar("U", bound=Turn)
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,12 @@ class Record:
     counters: dict[str, dict[str, int]] = field(default_factory=dict)   # by pass
     failed: list[str] = field(default_factory=list)
     linear_path: str | None = None
+    pool: str | None = None   # the engine's KV pool, in words
     stopped: str | None = None   # why it takes no further turns
+
+    @property
+    def label(self) -> tuple[str, int]:
+        return self.entry.row.name, self.entry.width
 
 
 class Watch(Protocol):
@@ -71,7 +89,7 @@ class Watch(Protocol):
 
 @dataclass
 class Bench:
-    """One run, and all it needs. `build` and `clock` are replaced in tests."""
+    """One run, and all it needs. `build`, `clock` and `sleep` are replaced in tests."""
 
     model: LoadedModel
     entries: Sequence[Entry]
@@ -82,59 +100,44 @@ class Bench:
     out: Path | None = None
     build: Callable[..., Any] = lineage.build
     clock: Callable[[], float] = time.perf_counter
+    sleep: Callable[[float], None] = time.sleep
     records: list[Record] = field(init=False)
     interrupted: bool = False
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
             raise ValueError(f"rounds must be at least 1, got {self.rounds}")
-        longest = self.shape.isl + max(self.shape.output)
-        if longest > self.model.config.max_position_embeddings:
-            raise ValueError(f"isl {self.shape.isl} + osl {max(self.shape.output)} = {longest} tokens is over the "
-                             f"model's {self.model.config.max_position_embeddings}")
+        check_fits(self.model, self.shape)
         self.records = [Record(entry, workload(self.model, self.shape, entry.width), row_hash(entry.row))
-                        for entry in self.entries]
+                        for entry in runnable(self.entries)]
 
     def run(self) -> Result:
         """All rounds; an exception costs the row that raised it, Ctrl-C ends the run. Returns what is saved."""
-        gc.freeze()   # or Python walks every object of torch in mid-pass, and that pause is in some p95
-        try:
-            for round_ in range(self.rounds):
-                for record in rotated(self.records, round_):
-                    if record.stopped is None:
-                        self._try_turn(record, round_)
-                        self._save()
-        except KeyboardInterrupt:
-            self.interrupted = True
-        finally:
-            gc.unfreeze()
+        self.interrupted = take_turns(self.records, self.rounds, self._turn, self.watch, self._save)
         self._save()
         return self.result()
 
-    def _try_turn(self, record: Record, round_: int) -> None:
-        try:
-            self._turn(record, round_)
-        except Exception as error:
-            record.stopped = " ".join(f"{type(error).__name__}: {error}".split())
-            self.watch.stopped(record.entry.row.name, record.entry.width, record.stopped)
-        gc.collect()   # the engine is gone: give its memory back before the next one asks
-
     def _turn(self, record: Record, round_: int) -> None:
         row, width = record.entry.row, record.entry.width
-        engine = self.build(row, self.model, **({} if width == 1 else {"max_num_seqs": width}))
+        trace = StepTrace(clock=self.clock) if self.shape.rate and takes(row, "trace") else None
+        engine = self.build(row, self.model, **settings(row, width, self.shape), **({"trace": trace} if trace else {}))
         longest = self.shape.isl + max(self.shape.output)
         if longest > getattr(engine, "max_model_len", longest):
             raise ValueError(f"isl + osl = {longest} tokens is over the engine's max_model_len {engine.max_model_len}")
         record.linear_path = getattr(engine, "linear_path", None)
+        record.pool = str(engine.pool_size) if hasattr(engine, "pool_size") else None
         drive(engine, record.load.requests("warmup"), width, self.clock)
         taken: Result = {"raw": {}}
         for what in PASSES:
             requests = record.load.requests(what)
             wanted = {request.request_id: request.params.max_tokens for request in requests}
             engine.counters = type(engine.counters)()
-            traces = drive(engine, requests, 1 if what == "latency" else None, self.clock)
+            arrivals = self.shape.arrivals(len(requests)) if what == "throughput" else None
+            traces = drive(engine, requests, 1 if what == "latency" else None, self.clock, arrivals, self.sleep)
             self._count(record, what, asdict(engine.counters))
             taken[what] = metrics.latency(traces, wanted) if what == "latency" else metrics.throughput(traces, wanted)
+            if arrivals:
+                taken[what] |= metrics.arrivals(traces, wanted, trace.first_scheduled() if trace else None)
             taken["raw"][what] = [raw(trace, traces[0].added_at) for trace in traces]
             record.failed += [line for line in metrics.failures(traces, wanted) if line not in record.failed]
             for trace in traces:
@@ -145,8 +148,12 @@ class Bench:
         record.rounds.append(taken)
 
     def _count(self, record: Record, what: str, counters: dict[str, int]) -> None:
-        """Keep a pass's counters. They depend on nothing but row and prompts, so rounds must agree."""
-        if record.counters.setdefault(what, counters) != counters:
+        """Keep a pass's counters. They depend on nothing but row and prompts, so rounds must agree.
+
+        Where requests arrive by the clock, who shares a step depends on it: the first round's are kept.
+        """
+        first, by_the_clock = record.counters.setdefault(what, counters), what == "throughput" and self.shape.rate
+        if first != counters and not by_the_clock:
             raise RuntimeError(f"the {what} pass counted {counters}, the first round {record.counters[what]}")
 
     def _step(self, record: Record) -> ceilings.Step | None:
@@ -157,23 +164,27 @@ class Bench:
         """The result JSON of what is finished so far."""
         done = [record for record in self.records if record.rounds]
         rows = [self._row(record, done[0]) for record in done]
-        sizes = ceilings.Sizes.of(self.model.config, self.model.dtype)
         widest = max(self.records, key=lambda record: len(record.load.throughput)).load
         result: Result = {
-            "schema": 1, "shape": self.shape.name, "date": date.today().isoformat(), "rounds": self.rounds,
-            "machine": dict(self.machine), "versions": versions(),
-            "model": {"name": self.model.name, "parameters": sizes.parameters, "weight_bytes": sizes.weight_bytes,
-                      "dtype": str(self.model.dtype).removeprefix("torch.")},
+            **head(self.model, self.machine), "shape": self.shape.name, "rounds": self.rounds,
             "code_hash": total_hash(row["code_hash"] for row in rows),
             "workload": {"shape": self.shape.name, "isl": self.shape.isl, "osl": self.shape.osl,
                          "latency_prompts": len(widest.latency), "throughput_prompts": len(widest.throughput),
                          "warmup_prompts": len(widest.warmup), "decoding": "greedy, forced length",
-                         "prompt_hash": widest.prompt_hash},
+                         "prompt_hash": widest.prompt_hash,
+                         **({"rate": self.shape.rate} if self.shape.rate else {})},
             "rows": rows,
-            "skipped": [{"name": record.entry.row.name, "width": record.entry.width, "reason": record.stopped}
-                        for record in self.records if record.stopped and not record.rounds],
+            "skipped": [{"name": entry.row.name, "width": entry.width, "reason": reason}
+                        for entry, reason in self._skipped()],
         }
         return result | ({"interrupted": True} if self.interrupted else {})
+
+    def _skipped(self) -> list[tuple[Entry, str]]:
+        """The entries without a result, and why: what the machine lacks, or what stopped them."""
+        stopped = {(record.entry.row.name, record.entry.width): record.stopped
+                   for record in self.records if not record.rounds}
+        reasons = [lineage.missing(entry.row) or stopped.get((entry.row.name, entry.width)) for entry in self.entries]
+        return [(entry, reason) for entry, reason in zip(self.entries, reasons, strict=True) if reason]
 
     def _row(self, record: Record, first: Record) -> Result:
         row, width = record.entry.row, record.entry.width
@@ -190,7 +201,7 @@ class Bench:
                 "ceiling": ceilings.report(self._step(record), sizes, self.machine, out["latency"]["itl_p50_ms"],
                                            median(linear) if linear else None),
                 "code_hash": record.code_hash}
-        for key, value in (("linear_path", record.linear_path), ("stopped", record.stopped)):
+        for key, value in (("linear_path", record.linear_path), ("pool", record.pool), ("stopped", record.stopped)):
             if value is not None:
                 out[key] = value
         return out
@@ -200,10 +211,69 @@ class Bench:
             save(self.result(), self.out)
 
 
-def rotated(records: Sequence[Record], round_: int) -> list[Record]:
+def runnable(entries: Sequence[Entry]) -> list[Entry]:
+    """Those that this machine can run. Raises ValueError, with the reasons, if it can run none of them."""
+    able = [entry for entry in entries if lineage.missing(entry.row) is None]
+    if not able:
+        raise ValueError("this machine can run none of the chosen rows: "
+                         + ", ".join(f"{entry.row.name} {lineage.missing(entry.row)}" for entry in entries))
+    return able
+
+
+def check_fits(model: LoadedModel, shape: Shape) -> None:
+    """Raises ValueError if the model was not made for sequences as long as the shape's."""
+    longest, limit = shape.isl + max(shape.output), model.config.max_position_embeddings
+    if longest > limit:
+        raise ValueError(f"isl {shape.isl} + osl {max(shape.output)} = {longest} tokens is over the model's {limit}")
+
+
+def settings(row: Row, width: int, shape: Shape) -> dict[str, int]:
+    """The engine's arguments for a run at this width.
+
+    A KV pool is given in blocks, as many as `width` of the longest sequences (a warm-up may be the
+    longest) take and no more, so that counters do not depend on the machine's memory.
+    """
+    found = {"max_num_seqs": width} if max(row.widths) > 1 else {}
+    if takes(row, "num_blocks"):
+        longest = shape.isl + max(*shape.output, shape.warmup_tokens)
+        found |= {"block_size": BLOCK_SIZE, "num_blocks": width * -(-longest // BLOCK_SIZE)}
+    return found
+
+
+def takes(row: Row, argument: str) -> bool:
+    """Whether the row's engine has this argument."""
+    return argument in inspect.signature(pkgutil.resolve_name(row.engine)).parameters
+
+
+def take_turns(turns: Sequence[U], rounds: int, turn: Callable[[U, int], None], watch: Watch,
+               after: Callable[[], None] = lambda: None) -> bool:
+    """Give everyone a turn in every round; another begins each round. Returns whether Ctrl-C ended it early.
+
+    An exception costs the one that raised it its further turns. `after` is called after each turn.
+    """
+    gc.freeze()   # or Python walks every object of torch in mid-pass, and that pause is in some p95
+    try:
+        for round_ in range(rounds):
+            for one in rotated(turns, round_):
+                if one.stopped is None:
+                    try:
+                        turn(one, round_)
+                    except Exception as error:
+                        one.stopped = " ".join(f"{type(error).__name__}: {error}".split())
+                        watch.stopped(*one.label, one.stopped)
+                    gc.collect()   # the engine is gone: give its memory back before the next one asks
+                    after()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        gc.unfreeze()
+    return False
+
+
+def rotated(items: Sequence[T], round_: int) -> list[T]:
     """The order of a round: each starts one entry later than the one before."""
-    start = round_ % len(records)
-    return [*records[start:], *records[:start]]
+    start = round_ % len(items)
+    return [*items[start:], *items[:start]]
 
 
 def raw(trace: Trace, start: float) -> Result:
@@ -216,32 +286,6 @@ def differing(outputs: Mapping[str, list[int]], first: Mapping[str, list[int]]) 
     """Of the prompts that this row and the first one both ran, how many gave other tokens."""
     shared = outputs.keys() & first.keys()
     return {"differ": sum(outputs[key] != first[key] for key in shared), "prompts": len(shared)}
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package, distribution in (("torch", "torch"), ("transformers", "transformers"),
-                                  ("liteinfer", "liteinfer-course")):
-        try:
-            found[package] = version(distribution)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
-def save(result: Result, path: Path) -> None:
-    """Write the result whole or not at all, whenever the process is stopped."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
-
-
-def without_raw(result: Result) -> Result:
-    """A copy without the timestamps: what is committed."""
-    rows = [{**row, "rounds": [{key: value for key, value in taken.items() if key != "raw"}
-                               for taken in row["rounds"]]} for row in result["rows"]]
-    return {**result, "rows": rows}
 
 
 def _headline(what: str) -> str:

@@ -14,6 +14,8 @@ import random
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +33,10 @@ ROLES = ("throughput", "latency", "warmup")   # prompt 3 i + r is the i-th of ro
 
 @dataclass(frozen=True)
 class Shape:
-    """How long, and how many. `output` is the shortest and the longest output, in tokens."""
+    """How long, and how many. `output` is the shortest and the longest output, in tokens.
+
+    `rate`: how many requests of the throughput pass arrive in a second; None if they are all there at once.
+    """
 
     name: str
     isl: int
@@ -39,6 +44,7 @@ class Shape:
     latency_prompts: int
     throughput_prompts: Mapping[int, int]   # by width; a width not listed takes the next smaller one's
     warmup_tokens: int = 4
+    rate: float | None = None
 
     @property
     def osl(self) -> int | str:
@@ -54,14 +60,28 @@ class Shape:
         listed = [w for w in self.throughput_prompts if w <= width] or [min(self.throughput_prompts)]
         return self.throughput_prompts[max(listed)]
 
-    def override(self, isl: int | None = None, osl: int | None = None, prompts: int | None = None) -> Shape:
+    def arrivals(self, count: int) -> list[float] | None:
+        """When each of `count` requests is due, in seconds; None without a rate.
+
+        A Poisson process: gaps are exponential, with a mean of 1 / rate. The same for every row and
+        round; a row with fewer prompts has the first of them.
+        """
+        if self.rate is None:
+            return None
+        draw = random.Random(0)
+        return list(accumulate(draw.expovariate(self.rate) for _ in range(count)))
+
+    def override(self, isl: int | None = None, osl: int | None = None, prompts: int | None = None,
+                 rate: float | None = None) -> Shape:
         """The same shape with other numbers. Raises ValueError for one that is out of range."""
         for setting, value in (("isl", isl), ("osl", osl), ("prompts", prompts)):
             if value is not None and value < 1:
                 raise ValueError(f"{setting} must be at least 1, got {value}")
         if isl is not None and isl > LONGEST_ISL:
             raise ValueError(f"isl must be at most {LONGEST_ISL}, got {isl}")
-        shape = self
+        if rate is not None and not 0 < rate < inf:
+            raise ValueError(f"rate must be above 0 requests per second, got {rate:g}")
+        shape = self if rate is None else replace(self, rate=rate)
         if isl is not None:
             shape = replace(shape, isl=isl)
         if osl is not None:
@@ -75,7 +95,7 @@ SHAPES: Mapping[str, Shape] = {shape.name: shape for shape in (
     Shape("quick", 64, (24, 24), 4, {1: 4, 4: 8, 32: 64}),
     Shape("course", 128, (64, 64), 2, {1: 2, 4: 16, 32: 64}),
     Shape("paper", 128, (256, 256), 50, {1: 200}),
-    Shape("ragged", 128, (16, 256), 4, {1: 128}),
+    Shape("ragged", 128, (16, 256), 2, {1: 128}),
 )}
 
 

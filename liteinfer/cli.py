@@ -37,16 +37,21 @@ def generate(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the completion as JSON")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="tell on stderr what the engine holds and did")] = False,
 ) -> None:
     """Continue a prompt."""
     from liteinfer.request import SamplingParams
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
                             ignore_eos=ignore_eos)
-    completion = _llm(model, row, dtype, device).generate(prompt, params)[0]
+    llm = _llm(model, row, dtype, device, stats)
+    completion = llm.generate(prompt, params)[0]
     if completion.error:
         raise ValueError(completion.error)
     typer.echo(json.dumps(asdict(completion), ensure_ascii=False) if as_json else completion.text)
+    if stats:
+        counted = ((name, n) for name, n in asdict(llm.engine.counters).items() if n)
+        typer.echo(", ".join(f"{name} {n:,}" for name, n in counted), err=True)
 
 
 @app.command()
@@ -59,7 +64,7 @@ def chat(
     top_k: Annotated[int, typer.Option(help="sample among the k best; 0 turns it off")] = 0,
     top_p: Annotated[float, typer.Option(help="sample among the fewest tokens reaching this probability")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="make sampling repeatable")] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="show TTFT and tok/s after each answer")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="show the KV pool, and TTFT and tok/s after each answer")] = False,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda")] = None,
 ) -> None:
@@ -68,17 +73,20 @@ def chat(
     from liteinfer.terminal import Conversation
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    Conversation(_llm(model, row, dtype, device), params, system, stats).loop()
+    Conversation(_llm(model, row, dtype, device, stats), params, system, stats).loop()
 
 
-def _llm(model: str, row: str, dtype: str | None, device: str | None) -> LLM:
-    """Load, after saying why a GPU that is there is not used."""
+def _llm(model: str, row: str, dtype: str | None, device: str | None, stats: bool) -> LLM:
+    """Load, after saying why a GPU that is there is not used. With `stats`, say how large the KV pool is, and why."""
     from liteinfer.llm import LLM
     from liteinfer.loading import cuda_hint
 
     if device is None and (hint := cuda_hint()):
         typer.echo(hint, err=True)
-    return LLM(model, row=row, dtype=dtype, device=device)
+    llm = LLM(model, row=row, dtype=dtype, device=device)
+    if stats and hasattr(llm.engine, "pool_size"):
+        typer.echo(llm.engine.pool_size, err=True)
+    return llm
 
 
 def main() -> None:

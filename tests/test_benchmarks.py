@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 
 from benchmarks import __main__ as cli
-from benchmarks import ceilings, codehash, machine, metrics, workloads
+from benchmarks import ceilings, codehash, command, machine, metrics, progress, workloads
 from benchmarks.loop import Trace, drive
 from benchmarks.progress import Remaining
-from benchmarks.run import Bench, Entry, rotated, without_raw
+from benchmarks.result_file import without_raw
+from benchmarks.run import Bench, rotated, runnable, settings
 from benchmarks.workloads import ROLES, SHAPES, Shape, find_shape, workload
 from liteinfer import lineage
 from liteinfer.lineage import LADDER, Row
@@ -22,6 +25,7 @@ from liteinfer.loading import LoadedModel, tiny_model
 from liteinfer.request import Counters, Request, TokenEvent
 
 MACHINE = {"name": "test", "bandwidth_gb_s": 1000.0, "peak_gflop_s": 1e6}
+LIMITS = {"bandwidth_gb_s": 9.0, "bandwidth_path": "sum", "peak_gflop_s": 90.0}   # what machine.limits measures
 SMALL = Shape("small", isl=6, output=(5, 5), latency_prompts=2, throughput_prompts={1: 3, 4: 5})
 
 
@@ -365,7 +369,10 @@ def test_tokens_computed_per_row_are_what_the_chapters_predict(tiny: LoadedModel
     computed = {row["name"]: row["counters"]["tokens_computed"] for row in result["rows"]}
     assert {name: computed[name] for name in expected} == expected
     assert {row["counters"]["forward_passes"] for row in result["rows"] if row["name"] in expected} == {n * osl}
-    assert result["skipped"] == [] and all(row["failed"] == [] for row in result["rows"])
+    assert all(row["failed"] == [] for row in result["rows"])
+    lacking = [row for row in LADDER if lineage.missing(row)]
+    assert [row["name"] for row in result["rows"]] == [row.name for row in LADDER if row not in lacking]
+    assert result["skipped"] == [{"name": row.name, "width": 1, "reason": lineage.missing(row)} for row in lacking]
 
 
 def test_every_row_gives_the_first_row_s_tokens(tiny: LoadedModel) -> None:
@@ -487,13 +494,105 @@ def test_a_row_of_width_4_is_built_4_wide_and_warmed_with_4(tiny: LoadedModel) -
 
     def build(row: Row, model: LoadedModel, **settings: object) -> Spy:
         settings_seen.append(settings)
-        return Spy(lineage.build(row, model), added, lambda request: None)
+        return Spy(lineage.build(row, model, **settings), added, lambda request: None)
 
-    wide = Entry(LADDER[1], 4)
-    row, = Bench(tiny, [wide], SMALL, 1, MACHINE, Noted(), None, build).run()["rows"]
+    row, = Bench(tiny, cli.entries("native-eager-b4"), SMALL, 1, MACHINE, Noted(), None, build).run()["rows"]
     assert settings_seen == [{"max_num_seqs": 4}]
     assert sum(i.startswith("warmup") for i in added) == 4
-    assert row["width"] == 4 and row["prompts"]["throughput"] == 5
+    assert row["width"] == 4 and row["prompts"]["throughput"] == 5 and "pool" not in row
+
+
+# Rows with a pool: its size in blocks
+
+@pytest.mark.parametrize(("name", "width", "shape", "expected"), [
+    ("native-packed", 1, SMALL, {}),
+    ("paged", 1, SMALL, {"block_size": 16, "num_blocks": 1}),                                # 6 + 5 = 11 tokens
+    ("paged", 1, SMALL.override(isl=27), {"block_size": 16, "num_blocks": 2}),               # 32
+    ("paged", 1, SMALL.override(isl=28), {"block_size": 16, "num_blocks": 3}),               # 33
+    ("paged", 1, SMALL.override(isl=30, osl=1), {"block_size": 16, "num_blocks": 3}),        # a warm-up of 34
+    ("eager-b4", 4, SMALL, {"max_num_seqs": 4}),
+    ("paged-b32", 32, SHAPES["course"], {"max_num_seqs": 32, "block_size": 16, "num_blocks": 32 * 12}),
+    ("paged-b32", 2, SHAPES["ragged"], {"max_num_seqs": 2, "block_size": 16, "num_blocks": 2 * 24}),
+])
+def test_a_pool_holds_the_longest_sequences_and_no_more(name: str, width: int, shape: Shape,
+                                                        expected: dict[str, int]) -> None:
+    assert settings(lineage.find(name), width, shape) == expected
+
+
+def test_paged_rows_count_their_blocks_and_say_how_large_the_pool_was(tiny: LoadedModel) -> None:
+    shape = Shape("long", isl=30, output=(5, 5), latency_prompts=1, throughput_prompts={1: 3, 4: 5})
+    one, four = bench(tiny, "paged,paged-b4", shape=shape).run()["rows"]
+    assert one["pool"].startswith("KV pool: 3 blocks of 16 tokens") and one["pool"].endswith("(as given)")
+    assert four["pool"].startswith("KV pool: 12 blocks of 16 tokens")
+    assert one["failed"] == four["failed"] == []
+    assert (one["counters"]["blocks_peak"], four["counters"]["blocks_peak"]) == (3, 12)
+    # 30 tokens stored, then 31 to 34: two blocks for three steps, three for two
+    per_sequence = {"held_slots": (3 * 2 + 2 * 3) * 16, "tail_slots": 2 + 1 + 0 + 15 + 14}
+    for row, prompts in ((one, 3), (four, 5)):
+        assert {key: row["counters"][key] for key in per_sequence} == {
+            key: prompts * slots for key, slots in per_sequence.items()}
+    assert (one["counters"]["batch_slots"], one["counters"]["idle_slots"]) == (0, 0)
+    assert (four["counters"]["batch_slots"], four["counters"]["idle_slots"]) == (40, 15)   # the last batch has one of 4
+
+
+# Rows this machine cannot run
+
+@pytest.fixture
+def no_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that lacks what the packed rows and the kernel need."""
+    monkeypatch.setattr(lineage, "missing", lambda row: "needs CUDA" if row.name in (
+        "liteinfer-native-packed", "liteinfer-paged-triton") else None)
+
+
+def test_a_row_that_cannot_run_is_listed_with_the_reason_and_costs_no_turn(tiny: LoadedModel, no_packed: None) -> None:
+    watch = Noted()
+    run = bench(tiny, "native-packed,nocache,paged-triton", rounds=2, watch=watch)
+    result = run.run()
+    assert [row["name"] for row in result["rows"]] == ["liteinfer-nocache"]
+    assert result["skipped"] == [{"name": "liteinfer-native-packed", "width": 1, "reason": "needs CUDA"},
+                                 {"name": "liteinfer-paged-triton", "width": 1, "reason": "needs CUDA"}]
+    assert {name for _, name, _ in watch.lines} == {"nocache"}
+    assert [entry.row.name for entry in runnable(run.entries)] == ["liteinfer-nocache"]
+
+
+def test_the_command_says_so_and_counts_no_pass_of_it(tiny: LoadedModel, no_packed: None, tmp_path: Path,
+                                                      monkeypatch: pytest.MonkeyPatch,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[list[tuple[str, int, str]]] = []
+    show = progress.Show
+
+    def spy(console: Console, stages: list[tuple[tuple[str, int, str], int]], rounds: int) -> progress.Show:
+        seen.append([stage for stage, _ in stages])
+        return show(console, stages, rounds)
+
+    monkeypatch.setattr(progress, "Show", spy)
+    monkeypatch.setattr(command, "load", lambda *_: tiny)
+    monkeypatch.setattr(machine, "limits", lambda *_: LIMITS)
+    assert exit_code("run", "--rows", "nocache,native-packed", "--out", str(tmp_path / "r.json"), "--isl", "9",
+                     "--osl", "3", "--prompts", "2") == 0
+    assert seen == [[("liteinfer-nocache", 1, "latency"), ("liteinfer-nocache", 1, "throughput")]]
+    assert "liteinfer-native-packed was not run: needs CUDA." in capsys.readouterr().out
+
+
+def test_asking_only_for_rows_that_cannot_run_is_an_error(no_packed: None, tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch,
+                                                          capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "load", lambda *_: pytest.fail("a model was loaded for a command that cannot run"))
+    assert exit_code("run", "--rows", "paged-triton", "--out", str(tmp_path / "r.json")) == 2
+    assert capsys.readouterr().err == ("benchmarks: this machine can run none of the chosen rows: "
+                                       "liteinfer-paged-triton needs CUDA\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_in_which_every_row_breaks_leaves_an_older_file_alone(tiny: LoadedModel, tmp_path: Path,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "r.json"
+    out.write_text("older", encoding="utf-8")
+    monkeypatch.setattr(command, "load", lambda *_: tiny)
+    monkeypatch.setattr(machine, "limits", lambda *_: LIMITS)
+    monkeypatch.setattr(Bench, "_turn", lambda self, record, round_: 1 / 0)
+    assert exit_code("run", "--rows", "eager", "--out", str(out), "--isl", "9", "--osl", "3", "--prompts", "2") == 1
+    assert out.read_text(encoding="utf-8") == "older"
 
 
 def test_a_run_that_cannot_fit_the_model_is_refused(tiny: LoadedModel) -> None:
@@ -555,6 +654,40 @@ def test_bytes_and_operations_of_a_step() -> None:
     assert one.flops(SIZES) == 2 * 1100 + 16 * 10
     assert whole.bytes(SIZES) == 1100 * 4
     assert whole.flops(SIZES) == 2 * (1000 * 10 + 100) + 16 * 55   # the causal triangle of 10
+
+
+def test_a_batch_reads_the_weights_once_and_does_everything_else_for_each_sequence() -> None:
+    one, eight = ceilings.Step(1, 10, cached=True), ceilings.Step(1, 10, cached=True, sequences=8)
+    assert eight.bytes(SIZES) == (1000 + 100 + 8 * 80) * 4
+    assert eight.flops(SIZES) == 8 * one.flops(SIZES) == 8 * (2 * 1100 + 16 * 10)
+
+
+def test_at_the_turning_point_reading_takes_as_long_as_computing() -> None:
+    box = {"bandwidth_gb_s": 2e-6, "peak_gflop_s": 10e-6}   # 2,000 bytes/s, 10,000 operations/s
+    step = ceilings.Step(1, 10, cached=True)
+    # reading takes 2.2 + 0.16 B seconds, computing 0.236 B
+    assert ceilings.turning_point(step, SIZES, box) == pytest.approx(2.2 / (0.236 - 0.16))
+    for width, bound in ((28, "bandwidth"), (29, "compute")):
+        assert ceilings.allowed(ceilings.Step(1, 10, True, width), SIZES, box)[1] == bound
+    assert ceilings.turning_point(step, SIZES, box | {"peak_gflop_s": 1.0}) is None
+
+
+@pytest.mark.parametrize("name", ["native-packed", "eager"])
+def test_the_linear_layers_of_a_batch_are_those_of_its_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the input of each product, counted instead of timed: the head has one per sequence."""
+    model = tiny_model(vocab_size=97)   # as many outputs as no other layer has
+    engine, linear = lineage.build(lineage.find(name), model), torch.nn.functional.linear
+    seen: list[tuple[int, int]] = []
+
+    def count(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        seen.append((x.shape[0], w.shape[0]))
+        return linear(x, w, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", count)
+    monkeypatch.setattr(ceilings, "timed", lambda run: run() or 0.0)
+    ceilings.linear_ms(engine, model, 6, sequences=3, calls=1)
+    assert {rows for rows, outputs in seen if outputs == 97} == {3}
+    assert {rows for rows, outputs in seen if outputs != 97} == {6}
 
 
 def test_the_larger_limit_binds() -> None:
@@ -684,6 +817,33 @@ def test_imports_inside_functions_count_and_closures_stay_in_the_package(reposit
     assert files == ["benchmarks/loop.py", "liteinfer/early.py", "liteinfer/late.py"]
 
 
+@pytest.mark.parametrize(("file", "old", "new", "kinds"), [
+    ("liteinfer/cache/paged.py", "class PagedCache:\n", "class PagedCache:   # pages\n", set()),
+    ("liteinfer/cache/block_pool.py", "self.free_list.pop()", "self.free_list.pop(0)", {"kv_memory", "overhead"}),
+    ("liteinfer/cache/contiguous.py", "torch.empty(shape", "torch.zeros(shape", {"kv_memory", "overhead"}),
+    ("benchmarks/memory.py", "MAX_MODEL_LEN = 2048", "MAX_MODEL_LEN = 4096", {"kv_memory"}),
+    ("benchmarks/workloads.py", "GOLDEN = (5**0.5 - 1) / 2", "GOLDEN = 0.5",
+     {"kv_memory", "widths", "radix", "sharing", "overhead"}),
+    ("benchmarks/run.py", "gc.freeze()", "gc.collect()", {"widths", "radix", "sharing", "overhead"}),
+    ("benchmarks/widths.py", 'PASS = "throughput"', 'PASS = "latency"', {"widths"}),
+    ("benchmarks/radix.py", "max_tokens=1", "max_tokens=2", {"radix", "sharing", "overhead"}),
+    ("benchmarks/sharing.py", "WARMUP = (4, 32, 4)", "WARMUP = (4, 32, 5)", {"sharing"}),
+    ("benchmarks/scenarios.py", "header: int = 256", "header: int = 128", {"sharing"}),
+    ("benchmarks/stopwatch.py", "self.seconds += ", "self.seconds -= ", {"sharing", "overhead"}),
+    ("benchmarks/overhead.py", "MICRO = 1e6", "MICRO = 1e3", {"overhead"}),
+    ("benchmarks/ceilings.py", "NEVER_ABOVE = 1.05", "NEVER_ABOVE = 1.5", {"widths"}),
+    ("benchmarks/kinds.py", "Waste: ", "Lost: ", set()),
+    ("benchmarks/prefix_tables.py", "Radix: ", "Tree: ", set()),
+])
+def test_an_edit_changes_the_hash_of_the_kinds_that_run_it(repository: Path, file: str, old: str, new: str,
+                                                           kinds: set[str]) -> None:
+    before = {kind: codehash.kind_hash(kind, repository) for kind in codehash.KINDS}
+    source = (repository / file).read_text(encoding="utf-8")
+    assert old in source
+    (repository / file).write_text(source.replace(old, new, 1), encoding="utf-8")
+    assert {kind for kind in before if codehash.kind_hash(kind, repository) != before[kind]} == kinds
+
+
 def test_the_total_does_not_depend_on_order() -> None:
     assert codehash.total_hash(["a", "b"]) == codehash.total_hash(["b", "a"]) != codehash.total_hash(["a"])
 
@@ -699,6 +859,14 @@ def test_the_total_does_not_depend_on_order() -> None:
     (["run", "--rounds", "0"], "rounds must be at least 1, got 0"),
     (["run", "--rows", "eager", "--width", "7"], "width 7: none of the chosen rows has it"),
     (["run", "--rows", "eager", "--out", "."], "cannot be written"),
+    (["memory", "--isl", "1", "--out", "."], "cannot be written"),
+    (["widths", "--rows", "fastest"], "unknown row 'fastest'"),
+    (["widths", "--rows", "paged"], "liteinfer-paged runs one request at a time; a width curve is there for"),
+    (["widths", "--widths", "1,x"], "widths must be whole numbers separated by commas, got '1,x'"),
+    (["widths", "--widths", "0,1"], "widths must be at least 1, got 0, 1"),
+    (["widths", "--osl", "1"], "osl must be at least 2 to have a step after the first, got 1"),
+    (["widths", "--isl", "0"], "isl must be at least 1, got 0"),
+    (["widths", "--rounds", "0"], "rounds must be at least 1, got 0"),
     (["report", "absent.json"], "absent.json"),
     (["store", "absent.json", "copy.json"], "absent.json"),
 ])
@@ -706,7 +874,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], named: str,
                                                monkeypatch: pytest.MonkeyPatch,
                                                capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "load", lambda *_: pytest.fail("a model was loaded for a command that cannot run"))
+    monkeypatch.setattr(command, "load", lambda *_: pytest.fail("a model was loaded for a command that cannot run"))
     with pytest.raises(SystemExit) as stopped:
         cli.main(arguments)
     captured = capsys.readouterr()
@@ -729,9 +897,8 @@ def test_list_shows_rows_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_run_report_and_store_end_to_end(tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                          capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(cli, "load", lambda *_: tiny)
-    monkeypatch.setattr(machine, "limits", lambda *_: {"bandwidth_gb_s": 9.0, "bandwidth_path": "sum",
-                                                       "peak_gflop_s": 90.0})
+    monkeypatch.setattr(command, "load", lambda *_: tiny)
+    monkeypatch.setattr(machine, "limits", lambda *_: LIMITS)
     out, copy = tmp_path / "r.json", tmp_path / "copy.json"
     assert exit_code("run", "--rows", "native-packed,nocache", "--out", str(out), "--isl", "9", "--osl", "3",
                      "--prompts", "2") == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -108,6 +109,25 @@ def test_the_ladder_links_its_chapters_from_where_the_page_is(root):
     assert "[2](../02_kv_cache/)" in inner and "[1](./)" in inner
     assert "| liteinfer-native-eager | 3 |" in inner   # neither a page nor a measurement
     assert "| - | - | - |" in next(line for line in inner.splitlines() if "| liteinfer-native-eager | 3 |" in line)
+    assert "| needs CUDA | - | - |" in next(line for line in inner.splitlines() if "| liteinfer-paged-triton |" in line)
+
+
+def test_the_ladder_shows_figures_where_a_row_with_needs_was_measured(root):
+    file = root / "benchmarks/results/course.json"
+    file.write_text(file.read_text().replace('"name": "liteinfer-eager"', '"name": "liteinfer-paged-triton"'))
+    line = next(line for line in rendered(root, "<!-- table: ladder results=course -->\n<!-- end -->\n").splitlines()
+                if "| liteinfer-paged-triton |" in line)
+    assert line.endswith("| 9.0 | 110.0 | 4.50x |")
+
+
+def test_a_row_that_was_skipped_may_be_named_and_is_a_note(root):
+    file = root / "benchmarks/results/course.json"
+    result = json.loads(file.read_text())
+    file.write_text(json.dumps(result | {"skipped": [
+        {"name": "liteinfer-paged-triton", "width": 1, "reason": "needs CUDA"}]}))
+    text = rendered(root, "<!-- table: latency results=course rows=eager,paged-triton -->\n<!-- end -->\n")
+    assert "| liteinfer-eager |" in text and "liteinfer-paged-triton was not run: needs CUDA." in text
+    assert "not run" not in rendered(root, "<!-- table: latency results=course rows=eager -->\n<!-- end -->\n")
 
 
 def test_the_ladder_needs_no_results(root):
@@ -223,6 +243,7 @@ def test_pages_of_the_chapters_are_read(root, page):
     ("table: latency", "results=name is missing"),
     ("table: latency results=course rows=nocash", "unknown row 'nocash'"),
     ("table: latency results=course rows=native-eager", "row 'native-eager' was not measured in these results"),
+    ("table: waste results=course", "none of these results is of the kind 'kv_memory'"),
     ("table: latency results=course row=eager", "unknown option 'row'; there are results, rows"),
     ("table: latency results=other",
      "`python -m benchmarks store benchmarks/results/local/quick.json benchmarks/results/other.json`"),

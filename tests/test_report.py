@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from benchmarks.compare import Book, Entry, current_hash
-from benchmarks.report import BLOCKS, LATENCY, NO_REFERENCE, bar, load, markdown, measured_table, print_tables, size
+from benchmarks.report import LATENCY, NO_REFERENCE, build_tables, load, markdown, measured_table, print_tables
+from benchmarks.table import BLOCKS, bar, size, to_markdown
 
 FIXTURE = Path(__file__).parent / "data" / "result.json"
 
@@ -233,6 +234,18 @@ def test_failed_different_and_skipped_rows_are_told_once(result):
                  "liteinfer-paged-triton was not run: needs CUDA."):
         assert text.count(note) == 1
     assert text.count("The same tokens") == 1
+    result["rows"] = []                                             # a run that measured nothing still says why
+    assert "liteinfer-paged-triton was not run: needs CUDA." in markdown([result], current=no_hash)
+
+
+def test_a_table_of_chosen_rows_tells_only_what_was_left_out_of_those(result):
+    result["skipped"] = [{"name": "liteinfer-paged-triton", "width": 1, "reason": "needs CUDA"}]
+
+    def notes(*rows: str) -> str:
+        return "".join(map(to_markdown, build_tables(Book([result], no_hash), ("latency",), rows)))
+
+    assert "paged-triton" not in notes("liteinfer-eager")
+    assert "liteinfer-paged-triton was not run: needs CUDA." in notes("liteinfer-eager", "liteinfer-paged-triton")
 
 
 def test_the_ceilings_name_the_linear_path(result):
@@ -247,7 +260,40 @@ def test_a_row_without_measurements_shows_dashes(result):
     del eager["ceiling"], eager["counters"]
     text = markdown([result], ("latency", "counters", "ceilings"), no_hash)
     assert "| liteinfer-eager | - | - | - | - | - | - | - | - | - |" in text
-    assert "| liteinfer-eager | - | - | - | - |\n" in text
+    assert "| liteinfer-eager | - | - | - | - |\n" in text.split("**Counters")[1]
+
+
+def with_blocks(result: dict) -> dict:
+    """The fixture, with what a paged row in batches would have counted."""
+    row(result, "native-packed")["counters"] |= {"blocks_peak": 2304, "held_slots": 3200, "tail_slots": 100,
+                                                 "batch_slots": 400, "idle_slots": 90}
+    row(result, "native-packed")["pool"] = "KV pool: 2,304 blocks of 16 tokens, 1,698.7 MB (as given)"
+    row(result, "eager")["counters"] |= {"blocks_peak": 0, "held_slots": 0, "tail_slots": 0, "batch_slots": 400,
+                                         "idle_slots": 0}
+    return result
+
+
+def test_what_only_some_rows_count_is_a_column_with_dashes(result):
+    assert markdown([with_blocks(result)], ("counters",), no_hash) == """\
+**Counters: one throughput pass, the same on every machine**
+
+| row | forward passes | tokens computed | KV bytes copied | KV bytes held | KV blocks peak | tail waste | idle slots |
+|:--|--:|--:|--:|--:|--:|--:|--:|
+| liteinfer-nocache (2 prompts) | 16 | 316 | 0 B | 0 B | - | - | - |
+| liteinfer-eager | 32 | 76 | 1.5 kB | 2.5 MB | - | - | 0.0% |
+| liteinfer-native-packed | 32 | 76 | 0 B | 1.2 MB | 2,304 | 3.1% | 22.5% |
+
+liteinfer-native-packed: KV pool: 2,304 blocks of 16 tokens, 1,698.7 MB (as given).
+"""
+
+
+def test_hits_and_preemptions_are_shown_of_rows_that_count_prompts(result):
+    for name, hits, preemptions in (("eager", 0, 0), ("native-packed", 48, 3)):
+        row(result, name)["counters"] |= {"prompt_tokens": 64, "prefix_hit_tokens": hits, "preemptions": preemptions}
+    row(result, "nocache")["counters"] |= {"prompt_tokens": 0, "prefix_hit_tokens": 0, "preemptions": 0}
+    lines = markdown([result], ("counters",), no_hash).splitlines()
+    assert lines[2].endswith("| KV bytes held | prefix hits | preemptions |")
+    assert [line.split(" | ")[-2:] for line in lines[4:7]] == [["-", "- |"], ["0.0%", "0 |"], ["75.0%", "3 |"]]
 
 
 def test_rows_of_the_same_name_say_which_file_they_are_from(result):
@@ -318,6 +364,13 @@ def test_eighty_columns_cut_no_figure(result):
     assert "100.0..120.0" in text and "native-packed" in text
 
 
+def test_eighty_columns_cut_no_counter(result):
+    text = shown(with_blocks(result), 80)
+    assert "…" not in text and max(map(len, text.splitlines())) <= 80
+    line = next(line for line in text.splitlines() if line.startswith("native-packed") and "2,304" in line)
+    assert line.split() == ["native-packed", "32", "76", "0", "B", "1.2", "MB", "2,304", "3.1%", "22.5%"]
+
+
 def test_a_reason_with_brackets_is_shown_as_it_is(result):
     row(result, "eager")["failed"] = ["[bold]index[/bold]"]
     assert ": [bold]index[/bold]." in shown(result, 160)
@@ -333,6 +386,10 @@ def test_a_terminal_without_utf8_gets_bars_it_can_show(result):
     ("{", "not a JSON file"), ('{"schema": 2}', "result schema is 2, this version reads 1"),
     ("[]", "result schema is None"), ('{"schema": 1, "machine": {}, "rows": []}', "versions, model, workload missing"),
     (None, "no such file; `python -m benchmarks run --out "),
+    ('{"schema": 1, "kind": "speed"}', "result kind is 'speed', this version reads kv_memory, widths, radix, sh"),
+    ('{"schema": 1, "kind": "kv_memory", "machine": {}, "versions": {}, "model": {}}', "isl, block_size"),
+    ('{"schema": 1, "kind": "widths", "machine": {}, "versions": {}, "model": {}, "isl": 1, "osl": 2, "rounds": 1, '
+     '"turning_point": 1, "code_hash": "a", "rows": [{"name": "x"}]}', "rows with code_hash, linear_path, name"),
 ])
 def test_a_file_that_is_no_result_is_named(tmp_path, text, message):
     path = tmp_path / "broken.json"

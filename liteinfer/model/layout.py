@@ -37,7 +37,7 @@ class Layout:
         """Build a layout from (seq_id, tokens cached, tokens to add) for each sequence."""
         seq_ids, context_lens, query_lens = zip(*sequences, strict=True)
         starts = torch.tensor([0, *query_lens]).cumsum(0)
-        positions = torch.cat([torch.arange(c, c + q) for _, c, q in sequences])
+        positions = torch.tensor([p for _, c, q in sequences for p in range(c, c + q)])
         seq_lens = torch.tensor([c + q for _, c, q in sequences])
         return Layout(seq_ids, context_lens, query_lens,
                       starts.int().to(device), seq_lens.int().to(device), positions.to(device))

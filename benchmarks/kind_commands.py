@@ -1,0 +1,142 @@
+"""The commands that measure something else than whole rows: memory, widths, and what a prefix cache does."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks import command
+from benchmarks.command import Device, Dtype, Model, Out
+
+
+def add(app: typer.Typer) -> None:
+    for each in (memory, widths, radix, sharing, overhead):
+        app.command()(each)
+
+
+def memory(
+    osl: Annotated[int | None, typer.Option(help="output tokens of your own streams, a line more")] = None,
+    isl: Annotated[int, typer.Option(help="input tokens of each stream")] = 1,
+    budget_gib: Annotated[float, typer.Option(help="GiB that all streams together may take")] = 1.0,
+    block_size: Annotated[int, typer.Option(help="tokens per block, a power of two")] = 16,
+    out: Out = command.LOCAL / "memory.json",
+    model: Model = "smollm2-135m",
+    dtype: Dtype = None,
+    device: Device = None,
+) -> None:
+    """Count what keys and values take: contiguous slots against blocks."""
+    from benchmarks import machine
+    from benchmarks.memory import Memory, measure
+    from benchmarks.result_file import save
+    from benchmarks.workloads import find_shape
+
+    path, loaded = command.writable(out), command.load(model, dtype, device)
+    caches = Memory(loaded.config, loaded.dtype, loaded.device, isl, block_size, int(budget_gib * 2**30))
+    result = measure(loaded, machine.facts(loaded.device), find_shape("ragged"), caches, [] if osl is None else [osl])
+    save(result, path)
+    command.conclude(result, path)
+
+
+def widths(
+    rows: Annotated[str, typer.Option(help="names, separated by commas; rows that run in batches")]
+    = "paged-b32,native-eager-b4",
+    widths: Annotated[str, typer.Option(help="numbers of sequences, separated by commas")] = "1,2,4,8,16,32",
+    rounds: Annotated[int, typer.Option(help="rounds; rows and widths take turns in each")] = 3,
+    isl: Annotated[int, typer.Option(help="input tokens per prompt")] = 128,
+    osl: Annotated[int, typer.Option(help="output tokens per prompt")] = 16,
+    out: Out = command.LOCAL / "widths.json",
+    model: Model = "smollm2-135m",
+    dtype: Dtype = None,
+    device: Device = None,
+) -> None:
+    """Measure a decode step with 1 to 32 sequences in it."""
+    from benchmarks.progress import Show
+    from benchmarks.widths import PASS, Curve, batched, shape_of, turning_point
+
+    chosen, counts = batched(rows), command.numbers("widths", widths)
+    shape = shape_of(isl, osl, counts)
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    path, loaded = command.writable(out), command.load(model, dtype, device)
+    facts = command.limits(loaded)
+    turning = turning_point(loaded, shape, facts)
+    typer.echo("ceiling of a step: " + ("bound by reading at any width" if turning is None else
+                                        f"bound by reading up to {turning:,.1f} sequences, by computing beyond"))
+    stages = [((row.name, width, PASS), width * osl) for row in chosen for width in counts]
+    with Show(Console(stderr=True), stages, rounds) as watch:
+        result = Curve(loaded, chosen, counts, shape, rounds, facts, watch, path).run()
+    command.conclude(result, path)
+
+
+def radix(
+    prefixes: Annotated[str, typer.Option(help="tokens of the shared prefixes, separated by commas")]
+    = "256,512,1024,2048",
+    question: Annotated[int, typer.Option(help="tokens of the question after the prefix")] = 8,
+    rounds: Annotated[int, typer.Option(help="rounds; the prefixes take turns in each")] = 3,
+    rows: Annotated[str, typer.Option(help="names, separated by commas; rows with a prefix cache")] = "radix",
+    out: Out = command.LOCAL / "radix.json",
+    model: Model = "smollm2-135m", dtype: Dtype = None, device: Device = None,
+) -> None:
+    """Measure the time to first token with a prefix in the cache, and without."""
+    from benchmarks import machine
+    from benchmarks.progress import Show
+    from benchmarks.radix import PASS, Prefixes, caching, check_lengths, title
+
+    chosen, lengths = caching(rows), command.numbers("prefixes", prefixes)
+    check_lengths(lengths, question, rounds)
+    path, loaded = command.writable(out), command.load(model, dtype, device)
+    stages = [((title(row, length), 1, PASS), length) for row in chosen for length in lengths]
+    with Show(Console(stderr=True), stages, rounds) as watch:
+        result = Prefixes(loaded, chosen, lengths, question, rounds, machine.facts(loaded.device), watch, path).run()
+    command.conclude(result, path)
+
+
+def sharing(
+    rounds: Annotated[int, typer.Option(help="rounds; workloads and rows take turns in each")] = 3,
+    rows: Annotated[str, typer.Option(help="names, separated by commas; the first is compared with")]
+    = "continuous,radix",
+    out: Out = command.LOCAL / "sharing.json",
+    model: Model = "smollm2-135m", dtype: Dtype = None, device: Device = None,
+) -> None:
+    """Measure what a prefix cache finds in conversations, in few-shot prompts, and in prompts with nothing to share."""
+    from benchmarks import machine
+    from benchmarks.progress import Show
+    from benchmarks.scenarios import scenarios
+    from benchmarks.sharing import PASS, Sharing, scheduling, title
+
+    chosen = scheduling(rows)
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    path, loaded = command.writable(out), command.load(model, dtype, device)
+    works = scenarios(loaded)
+    stages = [((title(row, work), 1, PASS), sum(work.lengths)) for work in works for row in chosen]
+    with Show(Console(stderr=True), stages, rounds) as watch:
+        result = Sharing(loaded, chosen, works, rounds, machine.facts(loaded.device), watch, path).run()
+    command.conclude(result, path)
+
+
+def overhead(
+    sequences: Annotated[int, typer.Option(help="that decode together")] = 32,
+    isl: Annotated[int, typer.Option(help="input tokens of the shortest prompt")] = 128,
+    osl: Annotated[int, typer.Option(help="output tokens per prompt")] = 48,
+    rounds: Annotated[int, typer.Option(help="rounds; the rows take turns in each")] = 5,
+    rows: Annotated[str, typer.Option(help="names, separated by commas; the first is compared with")]
+    = "continuous,radix",
+    out: Out = command.LOCAL / "overhead.json",
+    model: Model = "smollm2-135m", dtype: Dtype = None, device: Device = None,
+) -> None:
+    """Measure what Python costs in a decode step, with a runner that does no arithmetic."""
+    from benchmarks import machine
+    from benchmarks.overhead import PASS, Overhead, check_sizes
+    from benchmarks.progress import Show
+    from benchmarks.sharing import scheduling
+
+    chosen = scheduling(rows)
+    check_sizes(sequences, isl, osl, rounds)
+    path, loaded = command.writable(out), command.load(model, dtype, device)
+    stages = [((row.name, 1, PASS), sequences * osl) for row in chosen]
+    with Show(Console(stderr=True), stages, rounds) as watch:
+        result = Overhead(loaded, chosen, sequences, isl, osl, rounds, machine.facts(loaded.device), watch, path).run()
+    command.conclude(result, path)

@@ -1,0 +1,106 @@
+"""A table of ready text, and its two forms: Markdown for pages, rich for the terminal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+DASH = "-"
+BLOCKS = "▏▎▍▌▋▊▉█"   # one to eight eighths
+LEFT = {"row", "workload", "chapter", "what it is", "improves on", "standing", "bound", "note"}   # columns of words
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, a header, rows of ready text, and the lines that belong below. Without a header: lines only."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    notes: Sequence[str]
+
+
+def bar(share: float, cells: int = 8) -> str:
+    """`share` of a full bar, in eighths of a cell; never empty, so that a slow row still shows."""
+    full, rest = divmod(max(1, round(share * cells * 8)), 8)
+    return BLOCKS[-1] * full + (BLOCKS[rest - 1] if rest else "")
+
+
+def size(n: float | None) -> str:
+    """Bytes in the unit that leaves one to three digits before the point."""
+    if n is None:
+        return DASH
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000 or unit == "GB":
+            break
+        n /= 1000
+    return f"{n:,.0f} B" if unit == "B" else f"{n:,.1f} {unit}"
+
+
+def number(value: float | None, spec: str) -> str:
+    """A figure, a dash for none; from 1,000 on a decimal says nothing and is left out."""
+    if value is None:
+        return DASH
+    return format(value, ",.0f" if value >= 1000 and spec.endswith("f") else spec)
+
+
+def with_range(text: str, ends: Sequence[float] | None, spec: str) -> str:
+    """A figure, and behind it the least and the most over rounds."""
+    return f"{text} ({number(ends[0], spec)}..{number(ends[1], spec)})" if ends else text
+
+
+def share(part: float | None, whole: float | None, spec: str = ".1%") -> str:
+    """part / whole in per cent; a dash where there is no whole."""
+    return DASH if part is None or not whole else format(part / whole, spec)
+
+
+def without_empty(table: Table) -> Table:
+    """The table without the columns that are dashes in every row."""
+    kept = [i for i in range(len(table.header)) if not table.rows or any(row[i] != DASH for row in table.rows)]
+    return replace(table, header=tuple(table.header[i] for i in kept),
+                   rows=[tuple(row[i] for i in kept) for row in table.rows])
+
+
+def to_markdown(table: Table) -> str:
+    lines = [f"**{table.title}**", ""] if table.title else []
+    if table.header:
+        lines += [_pipes(table.header), "|" + "|".join(":--" if h in LEFT else "--:" for h in table.header) + "|"]
+        lines += [*map(_pipes, table.rows), ""]
+    for note in table.notes:
+        lines += [note, ""]
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def _pipes(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def print_table(table: Table, console: Console) -> None:
+    """The table in the terminal; in a narrow one short row names, and cells of two lines."""
+    narrow = console.width < 110
+    if table.header:
+        grid = RichTable(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
+                         padding=0, pad_edge=False, show_edge=False)
+        for heading in table.header:
+            wraps = heading in ("row", "note")
+            grid.add_column(_text(heading.replace(" ", "\n").replace("/m", "/\nm") if narrow else heading, console),
+                            justify="left" if heading in LEFT else "right", no_wrap=not wraps,
+                            min_width=(13 if narrow else 23) if wraps else None)
+        for row in table.rows:
+            short = [row[0].removeprefix("liteinfer-"), *(re.sub(r" \((.*)\)$", r"\n\1", c) for c in row[1:])]
+            grid.add_row(*(_text(cell, console) for cell in (short if narrow else row)))
+        console.print(grid)
+    for note in table.notes:
+        console.print(_text(note, console))
+    console.print()
+
+
+def _text(cell: str, console: Console) -> Text:
+    """Plain text, never rich markup; a terminal that is not UTF-8 gets # for a bar."""
+    return Text(cell.translate(dict.fromkeys(map(ord, BLOCKS), "#")) if console.options.ascii_only else cell)
