@@ -57,7 +57,7 @@ def overhead_table(book: Book) -> Table:
              *(number(row[part], ",.0f") for part in parts)) for row in result["rows"]]
     header = ("row", "step µs", "schedule", "layout and tables", "sampling", "update", "in the KV manager")
     notes = [f"{result['sequences']} sequences decode; a runner that does no arithmetic, a vocabulary of 64, ISL "
-             f"{result['isl']} and up. In the KV manager: of schedule and update, a mean."]
+             f"{result['isl']} and up. In the KV manager: of schedule and update."]
     if result["tree_us"] is not None and result["real_step_ms"]:
         notes.append(f"A real step of {result['sequences']} sequences takes {result['real_step_ms']:,.1f} ms, so the "
                      f"tree's {result['tree_us']:,.0f} µs more are {result['tree_share']:.3%} of it.")

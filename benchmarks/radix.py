@@ -76,12 +76,12 @@ class Prefixes:
     def __post_init__(self) -> None:
         limit = self.model.config.max_position_embeddings
         if self.longest > limit:
-            raise ValueError(f"prefix {max(self.lengths)} + question {self.question} + 1 = {self.longest} tokens is over "
-                             f"the model's {limit}")
+            raise ValueError(f"prefix {max(self.lengths)} + question {self.question} + 1 = {self.longest} tokens is "
+                             f"over the model's {limit}")
         hashes = {row.name: row_hash(row) for row in self.rows}
         self.questions = take(self.model, self.question, 2)
-        texts = [take(self.model, length, 4)[2:] for length in self.lengths]
-        self.lines = [Line(row, *pair, hashes[row.name]) for row in self.rows for pair in texts]
+        texts = [take(self.model, length, 4)[2:] for length in self.lengths]   # the first two are the questions'
+        self.lines = [Line(row, prefix, other, hashes[row.name]) for row in self.rows for prefix, other in texts]
 
     @property
     def longest(self) -> int:

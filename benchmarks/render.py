@@ -157,8 +157,8 @@ class _Page:
             raise ValueError("results=name is missing: the name of a file in benchmarks/results")
         where = f"benchmarks/results/{options['results']}.json"
         if not (self.root / where).is_file():
-            raise ValueError(f"no {where}; `python -m benchmarks run --rounds 5` (or memory, widths, radix ...) and then "
-                             f"`python -m benchmarks store benchmarks/results/local/quick.json {where}` make it")
+            raise ValueError(f"no {where}; `python -m benchmarks run --rounds 5` (or memory, widths, radix ...) and "
+                             f"then `python -m benchmarks store benchmarks/results/local/quick.json {where}` make it")
         book = Book([load(self.root / where)], self.current)
         if self.check:   # a stale row is marked in tables, but a number in prose cannot carry the mark
             stale = [f"{where} row {entry.name} is stale: its code has changed" for entry in book.entries

@@ -140,8 +140,8 @@ class Bench:
                 taken[what] |= metrics.arrivals(traces, wanted, trace.first_scheduled() if trace else None)
             taken["raw"][what] = [raw(trace, traces[0].added_at) for trace in traces]
             record.failed += [line for line in metrics.failures(traces, wanted) if line not in record.failed]
-            for trace in traces:
-                record.outputs.setdefault(trace.request_id, trace.token_ids)
+            for trace in traces:   # type: ignore[assignment]
+                record.outputs.setdefault(trace.request_id, trace.token_ids)   # type: ignore[union-attr]
             self.watch.passed(row.name, width, round_, what, taken[what][_headline(what)])
         step = self._step(record)
         taken["linear_ms"] = ceilings.linear_ms(engine, self.model, max(1, round(step.tokens))) if step else None

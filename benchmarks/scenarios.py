@@ -74,7 +74,7 @@ class Sizes:
     osl: int = 16
 
 
-def scenarios(model: LoadedModel, sizes: Sizes = Sizes()) -> list[Scenario]:  # noqa: B008 - frozen
+def scenarios(model: LoadedModel, sizes: Sizes = Sizes()) -> list[Scenario]:
     """The three workloads, of real text where the model has a tokenizer."""
     return [multiturn(model, sizes), fewshot(model, sizes), distinct(model, sizes)]
 

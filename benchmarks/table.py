@@ -93,7 +93,8 @@ def print_table(table: Table, console: Console) -> None:
                             justify="left" if heading in LEFT else "right", no_wrap=not wraps,
                             min_width=(13 if narrow else 23) if wraps else None)
         for row in table.rows:
-            short = [row[0].removeprefix("liteinfer-"), *(re.sub(r" \((.*)\)$", r"\n\1", c) for c in row[1:])]
+            short = [cell.removeprefix("liteinfer-") if heading == "row" else re.sub(r" \((.*)\)$", r"\n\1", cell)
+                     for heading, cell in zip(table.header, row, strict=True)]
             grid.add_row(*(_text(cell, console) for cell in (short if narrow else row)))
         console.print(grid)
     for note in table.notes:

@@ -64,7 +64,7 @@ def chat(
     top_k: Annotated[int, typer.Option(help="sample among the k best; 0 turns it off")] = 0,
     top_p: Annotated[float, typer.Option(help="sample among the fewest tokens reaching this probability")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="make sampling repeatable")] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="show the KV pool, and TTFT and tok/s after each answer")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="show the KV pool, and times after each answer")] = False,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda")] = None,
 ) -> None:

@@ -20,7 +20,7 @@ from benchmarks.run import Bench
 from benchmarks.workloads import SHAPES, Shape
 from liteinfer.lineage import Row
 from liteinfer.loading import LoadedModel, tiny_model
-from liteinfer.request import Counters, Request, TokenEvent
+from liteinfer.request import Counters, TokenEvent
 from liteinfer.trace import Part, StepRecord, StepTrace
 
 FIXTURE = Path(__file__).parent / "data" / "result.json"

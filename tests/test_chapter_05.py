@@ -82,7 +82,7 @@ def test_pads_of_three_prompts(tiny_llama: LoadedModel) -> None:
         outputs(engine, prompts, params)
         computed[row] = engine.counters.tokens_computed
     assert computed == {"eager-b4": 83, "native-eager-b4": 69} and 83 - 69 == 3 * 12 - (3 + 7 + 12)
-    says("counts 83 against 69: 14 pads")
+    says("counts 83 tokens against 69: 14 pads")
 
 
 # --- the numbers in the text -----------------------------------------------------------------------------------------

@@ -129,7 +129,8 @@ def test_the_story_of_the_picture(tiny_llama: LoadedModel) -> None:
     assert duplicate.edges[0].children[0].locks == 1 and not quiet.tables
     gone = blocks_of(quiet.edges) - blocks_of(evicted.edges[:1])
     assert gone == {2, 3, 6} and set(evicted.tables["D"]) >= gone
-    says("C stands on `5 6` in block 2, and its table has block 7", "`7 4`, then `5 6`, then the end of B's path")
+    says("C stands on `5 6` in block 2, and its table has block 7: the copy it had to compute",
+         "`7 4`, then `5 6`, then the end of B's path")
 
 
 def blocks_of(edges: Sequence[ch07.Edge]) -> set[int]:
@@ -212,7 +213,8 @@ def test_a_cycle_that_does_not_fit(prompts: int, later_hits: int, tiny_llama: Lo
     each = [[prompt, *range(20, 28)] for prompt in range(prompts)]         # 9 tokens, 2 whole blocks
     served = serve(tiny_llama, each * 4, 1, num_blocks=10)
     assert served.cached == [0] * prompts + [later_hits] * 3 * prompts
-    says("in a pool of 10 blocks: 8 of 9 tokens are hits from the second round on. With six prompts the hit rate is 0")
+    says("Four prompts of 9 tokens", "in a pool of 10 blocks: 8 of 9 tokens are hits from the second round on. With "
+         "six prompts the hit rate is 0")
 
 
 def test_the_answers_to_the_questions() -> None:

@@ -155,14 +155,14 @@ def exit_code(*arguments: str) -> object:
 
 
 @pytest.fixture
-def command(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def prepared(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command over the tiny model, a short workload and limits that are not measured."""
     monkeypatch.setattr(command, "load", lambda *_: tiny)
     monkeypatch.setattr(machine, "limits", lambda *_: LIMITS)
     monkeypatch.setattr(workloads, "SHAPES", {"ragged": SMALL})
 
 
-def test_memory_report_and_store_end_to_end(command: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_report_and_store_end_to_end(prepared: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, copied = tmp_path / "memory.json", tmp_path / "copy.json"
     assert exit_code("memory", "--osl", "100", "--budget-gib", "0.01", "--block-size", "8", "--out", str(out)) == 0
     assert "KV memory" in (printed := capsys.readouterr().out) and "block size" in " ".join(printed.split())
@@ -180,7 +180,7 @@ def test_memory_report_and_store_end_to_end(command: None, tmp_path: Path, capsy
     assert "| 100 | 100 | 13 |" in capsys.readouterr().out
 
 
-def test_a_long_prompt_leaves_out_the_usual_lengths_that_do_not_fit(command: None, tmp_path: Path,
+def test_a_long_prompt_leaves_out_the_usual_lengths_that_do_not_fit(prepared: None, tmp_path: Path,
                                                                     capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "memory.json"
     assert exit_code("memory", "--isl", "1500", "--osl", "100", "--budget-gib", "0.01", "--out", str(out)) == 0
@@ -381,7 +381,7 @@ def test_a_row_that_this_machine_cannot_run_has_no_curve(monkeypatch: pytest.Mon
         batched("paged-b4")
 
 
-def test_widths_report_and_store_end_to_end(command: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_widths_report_and_store_end_to_end(prepared: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Over the real engines."""
     out, copied = tmp_path / "widths.json", tmp_path / "copy.json"
     assert exit_code("widths", "--widths", "3,1,1", "--rounds", "2", "--isl", "9", "--osl", "3", "--out", str(out)) == 0

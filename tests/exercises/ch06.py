@@ -35,18 +35,15 @@ def one_step(running, waiting, budget, max_num_seqs):
 
 MAKE_ROOM = '''
 def make_room(lengths, free, block_size):
-    def blocks(tokens):
-        return -(-tokens // block_size)
-
     tokens = [prompt + output for prompt, output in lengths]
     running, gone = list(range(len(tokens))), []
     for i in range(len(tokens)):
         if i not in running:
             continue
-        needed = blocks(tokens[i]) - blocks(tokens[i] - 1)
+        needed = blocks_for(tokens[i], block_size) - blocks_for(tokens[i] - 1, block_size)
         while needed > free and i in running:
             victim = running.pop()
-            free += blocks(tokens[victim] - 1)
+            free += blocks_for(tokens[victim] - 1, block_size)
             gone.append((victim, tokens[victim]))
         if i in running:
             free -= needed
@@ -103,7 +100,8 @@ WRONG: dict[str, list[tuple[str, str]]] = {
     ],
     "6.2": [
         ("the oldest goes", but(MAKE_ROOM, "running.pop()", "running.pop(0)")),
-        ("the one that asks goes", but(MAKE_ROOM, "victim = running.pop()", "victim = i\n            running.remove(i)")),
+        ("the one that asks goes", but(MAKE_ROOM, "victim = running.pop()",
+                                       "victim = i\n            running.remove(i)")),
         ("only its output is lost", but(MAKE_ROOM, "gone.append((victim, tokens[victim]))",
                                         "gone.append((victim, lengths[victim][1]))")),
         ("only its prompt is computed again", but(MAKE_ROOM, "gone.append((victim, tokens[victim]))",
@@ -113,7 +111,8 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("a block is not used up", but(MAKE_ROOM, "free -= needed", "pass")),
         ("never itself", but(MAKE_ROOM, "while needed > free and i in running:",
                              "while needed > free and running[-1] != i:")),
-        ("a new block for every token", but(MAKE_ROOM, "blocks(tokens[i]) - blocks(tokens[i] - 1)", "1")),
+        ("a new block for every token", but(
+            MAKE_ROOM, "blocks_for(tokens[i], block_size) - blocks_for(tokens[i] - 1, block_size)", "1")),
     ],
     "6.3": [
         ("the lower bound", but(PASSES, "max(empty_at)", "-(-sum(lengths) // width)")),
