@@ -167,8 +167,9 @@ def test_x10_ids_are_compared_there_is_no_hash_to_collide(tiny_llama: LoadedMode
             return 7
 
     engine = build("radix", tiny_llama, block_size=4, num_blocks=64)
-    prompts: list[list[int]] = [[Same(i) for i in p] for p in ([1, 2, 3, 4, 5, 6], [4, 3, 2, 1, 5, 6], [1, 2, 3, 5, 5, 6])]
-    want = outputs(build("nocache", tiny_llama), [[int(i) for i in p] for p in prompts], SamplingParams(max_tokens=5))
+    plain = [[1, 2, 3, 4, 5, 6], [4, 3, 2, 1, 5, 6], [1, 2, 3, 5, 5, 6]]
+    prompts: list[list[int]] = [[Same(i) for i in prompt] for prompt in plain]
+    want = outputs(build("nocache", tiny_llama), plain, SamplingParams(max_tokens=5))
     for prompt, tokens in zip(prompts, want, strict=True):
         assert outputs(engine, [prompt], SamplingParams(max_tokens=5)) == [tokens]
     assert engine.counters.prefix_hit_tokens == 0
