@@ -119,8 +119,8 @@ class Bench:
 
     def _turn(self, record: Record, round_: int) -> None:
         row, width = record.entry.row, record.entry.width
-        trace = StepTrace(clock=self.clock) if self.shape.rate and takes(row, "trace") else None
-        engine = self.build(row, self.model, **settings(row, width, self.shape), **({"trace": trace} if trace else {}))
+        steps = StepTrace(clock=self.clock) if self.shape.rate and takes(row, "trace") else None
+        engine = self.build(row, self.model, **settings(row, width, self.shape), **({"trace": steps} if steps else {}))
         longest = self.shape.isl + max(self.shape.output)
         if longest > getattr(engine, "max_model_len", longest):
             raise ValueError(f"isl + osl = {longest} tokens is over the engine's max_model_len {engine.max_model_len}")
@@ -137,11 +137,11 @@ class Bench:
             self._count(record, what, asdict(engine.counters))
             taken[what] = metrics.latency(traces, wanted) if what == "latency" else metrics.throughput(traces, wanted)
             if arrivals:
-                taken[what] |= metrics.arrivals(traces, wanted, trace.first_scheduled() if trace else None)
+                taken[what] |= metrics.arrivals(traces, wanted, steps.first_scheduled() if steps else None)
             taken["raw"][what] = [raw(trace, traces[0].added_at) for trace in traces]
             record.failed += [line for line in metrics.failures(traces, wanted) if line not in record.failed]
-            for trace in traces:   # type: ignore[assignment]
-                record.outputs.setdefault(trace.request_id, trace.token_ids)   # type: ignore[union-attr]
+            for trace in traces:
+                record.outputs.setdefault(trace.request_id, trace.token_ids)
             self.watch.passed(row.name, width, round_, what, taken[what][_headline(what)])
         step = self._step(record)
         taken["linear_ms"] = ceilings.linear_ms(engine, self.model, max(1, round(step.tokens))) if step else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -215,6 +216,14 @@ def test_a_cycle_that_does_not_fit(prompts: int, later_hits: int, tiny_llama: Lo
     assert served.cached == [0] * prompts + [later_hits] * 3 * prompts
     says("Four prompts of 9 tokens", "in a pool of 10 blocks: 8 of 9 tokens are hits from the second round on. With "
          "six prompts the hit rate is 0")
+
+
+def test_who_finds_the_examples_of_the_few_shot_questions() -> None:
+    """The budget of 512 lets two prompts of 272 begin in the first step, before anything is published."""
+    rows = json.loads((ch07.RESULTS / "sharing.json").read_text(encoding="utf-8"))["rows"]
+    row, = (row for row in rows if (row["workload"], row["name"]) == ("fewshot", "liteinfer-radix"))
+    assert (row["prompts"], row["prompt_tokens"], row["prefix_hit_tokens"]) == (12, 12 * 272, 10 * 256)
+    says("the first two start in one step, and both compute the examples; the other ten find 256 tokens each")
 
 
 def test_the_answers_to_the_questions() -> None:

@@ -23,7 +23,7 @@ from liteinfer.plots import BLUE, GREY, ORANGE, SKY, VERMILION
 from liteinfer.radix_manager import RadixManager
 from liteinfer.request import Counters, Request, SamplingParams
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "radix.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 HAND = {"A": [1, 2, 3, 4, 5, 6, 7], "B": [1, 2, 3, 4, 5, 9, 2], "C": [1, 2, 3, 4, 5, 6]}   # worked by hand in the text
 LOCKED, EVICTABLE = ORANGE, SKY
 PITCH = 1.4                                     # between two branches of a drawn tree
@@ -35,8 +35,11 @@ def pictures() -> dict[str, Figure]:
     model = tiny_model("llama")
     found = {"tree.svg": tree_picture(story(model)),
              "chat.svg": chat_picture({row: chat(model, row) for row in ("continuous", "radix")})}
-    if RESULTS.is_file():
-        found["ttft.svg"] = ttft_picture(json.loads(RESULTS.read_text(encoding="utf-8")))
+    if all((RESULTS / f"{name}.json").is_file() for name in ("radix", "course")):
+        radix, course = (json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+                         for name in ("radix", "course"))
+        same = radix["machine"]["name"] == course["machine"]["name"]       # where its limits were measured
+        found["ttft.svg"] = ttft_picture({**radix, "machine": course["machine"]} if same else radix)
     return found
 
 
