@@ -36,17 +36,16 @@ def insert(root, blocks):
 
 EVICT = '''
 def evict(root, n):
-    def leaves(node):
-        found = []
-        for child in node.children.values():
-            if child.children:
-                found += leaves(child)
-            elif not child.locks:
-                found.append((child.last_use, child, node))
-        return found
-
     gone = []
-    while len(gone) < n and (free := leaves(root)):
+    while len(gone) < n:
+        free, waiting = [], [root]
+        while waiting:
+            node = waiting.pop()
+            waiting += node.children.values()
+            free += [(child.last_use, child, node) for child in node.children.values()
+                     if not child.children and not child.locks]
+        if not free:
+            break
         _, leaf, parent = min(free, key=lambda entry: entry[0])
         first = leaf.key[0]
         gone.append(leaf.key.pop())
@@ -123,19 +122,14 @@ def insert(root, blocks):
         ("the most recently used", but(EVICT, "min(free", "max(free")),
         ("whole leaves", but(EVICT, "        gone.append(leaf.key.pop())\n        if not leaf.key:\n",
                              "        gone += leaf.key[::-1]\n        if True:\n")),
-        ("locks ignored", but(EVICT, "elif not child.locks:", "else:")),
-        ("any node, children or not", but(
-            EVICT, "            if child.children:\n                found += leaves(child)\n"
-            "            elif not child.locks:\n",
-            "            found += leaves(child)\n            if not child.locks:\n")),
-        ("from the front of the edge", but(
-            but(EVICT, "leaf.key.pop()", "leaf.key.pop(0)"), "if not leaf.key:", "if not leaf.key or True:")),
+        ("locks ignored", but(EVICT, " and not child.locks", "")),
+        ("any node, children or not", but(EVICT, "not child.children and ", "")),
+        ("from the front of the edge", but(EVICT, "leaf.key.pop()", "leaf.key.pop(0)")),
         ("the leaves of the start only", but(
-            EVICT, "    while len(gone) < n and (free := leaves(root)):\n"
-            "        _, leaf, parent = min(free, key=lambda entry: entry[0])\n",
-            "    free = sorted(leaves(root), key=lambda entry: entry[0], reverse=True)\n"
-            "    while len(gone) < n and free:\n        _, leaf, parent = free[-1]\n"
-            "        if len(leaf.key) == 1:\n            free.pop()\n")),
+            but(EVICT, "    gone = []\n", "    gone, once = [], None\n"),
+            "        if not free:\n",
+            "        once = [child for _, child, _ in free] if once is None else once\n"
+            "        free = [entry for entry in free if entry[1] in once]\n        if not free:\n")),
     ],
     "7.4": [
         ("all that is known, the newest token too", but(PUBLISHABLE, "start + fed - refused", "len(token_ids)")),
