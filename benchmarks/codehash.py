@@ -22,10 +22,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RUNNER = ("benchmarks.loop", "benchmarks.workloads", "benchmarks.metrics", "benchmarks.run")
 KINDS = {
     "kv_memory": ("benchmarks.memory",),
-    "widths": ("benchmarks.widths", "benchmarks.ceilings"),
-    "radix": ("benchmarks.radix",),
-    "sharing": ("benchmarks.sharing", "benchmarks.scenarios", "benchmarks.radix", "benchmarks.stopwatch"),
-    "overhead": ("benchmarks.overhead", "benchmarks.radix", "benchmarks.stopwatch"),
+    "widths": ("benchmarks.widths", "benchmarks.ceilings", "benchmarks.measurement"),
+    "radix": ("benchmarks.radix", "benchmarks.measurement"),
+    "sharing": ("benchmarks.sharing", "benchmarks.scenarios", "benchmarks.radix", "benchmarks.stopwatch",
+                "benchmarks.measurement"),
+    "overhead": ("benchmarks.overhead", "benchmarks.radix", "benchmarks.stopwatch", "benchmarks.measurement"),
 }
 EXCLUDED = ("liteinfer.lineage",)
 TEXT = "benchmarks/data/prose.txt"

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.codehash import kind_hash, row_hash
+from benchmarks.codehash import row_hash
+from benchmarks.measurement import Measurement
 from benchmarks.radix import forget
-from benchmarks.result_file import Result, head, save
-from benchmarks.run import BLOCK_SIZE, Watch, check_fits, take_turns
+from benchmarks.result_file import Result
+from benchmarks.run import BLOCK_SIZE, Watch, check_fits
 from benchmarks.stopwatch import KV_CALLS, Stopwatch
 from benchmarks.workloads import Shape, take
 from liteinfer import lineage
@@ -60,8 +61,10 @@ class Case:
 
 
 @dataclass
-class Overhead:
+class Overhead(Measurement):
     """One run, and all it needs. `build` and `clock` are replaced in tests."""
+
+    kind = "overhead"
 
     model: LoadedModel             # whose real step the tree's time is compared with
     rows: Sequence[Row]
@@ -95,15 +98,15 @@ class Overhead:
         return {"max_num_seqs": self.sequences, "max_model_len": self.longest, "block_size": BLOCK_SIZE,
                 "num_blocks": blocks + blocks // 50 + 1}
 
+    @property
+    def turns(self) -> Sequence[Case]:
+        return self.cases
+
     def run(self) -> Result:
         """The real step, then all rounds. Returns what is saved."""
         real = self.build(self.rows[0], self.model, **self.settings)
         self.real_step_ms = median(step["step_us"] for step in self._decode(real, self.model)) / 1000
-        self.interrupted = take_turns(self.cases, self.rounds, self._turn, self.watch)
-        result = self.result()
-        if self.out is not None and result["rows"]:
-            save(result, self.out)
-        return result
+        return super().run()
 
     def _turn(self, case: Case, round_: int) -> None:
         engine = self.build(case.row, self.tiny, runner=NoArithmetic, **self.settings)
@@ -159,13 +162,9 @@ class Overhead:
         """The result JSON of what is finished so far."""
         rows = [self._row(case) for case in self.cases if case.rounds]
         tree = rows[-1]["kv_us"] - rows[0]["kv_us"] if len(rows) > 1 else None
-        return {**head(self.model, self.machine, "overhead"), "sequences": self.sequences, "isl": self.isl,
-                "osl": self.osl, "rounds": self.rounds, "real_step_ms": self.real_step_ms, "tree_us": tree,
-                "tree_share": None if tree is None or not self.real_step_ms else tree / 1000 / self.real_step_ms,
-                "rows": rows,
-                "skipped": [{"name": case.row.name, "reason": case.stopped}
-                            for case in self.cases if case.stopped and not case.rounds],
-                "code_hash": kind_hash("overhead")} | ({"interrupted": True} if self.interrupted else {})
+        share = None if tree is None or not self.real_step_ms else tree / 1000 / self.real_step_ms
+        return self.framed(sequences=self.sequences, isl=self.isl, osl=self.osl, real_step_ms=self.real_step_ms,
+                           tree_us=tree, tree_share=share, rows=rows)
 
     def _row(self, case: Case) -> Result:
         step = [taken["step_us"] for taken in case.rounds]

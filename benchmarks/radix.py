@@ -17,13 +17,14 @@ from statistics import median
 from typing import Any
 
 from benchmarks import metrics
-from benchmarks.codehash import kind_hash, row_hash
+from benchmarks.codehash import row_hash
 from benchmarks.loop import drive
-from benchmarks.result_file import Result, head, save
-from benchmarks.run import BLOCK_SIZE, Watch, take_turns
+from benchmarks.measurement import Measurement, chosen_rows
+from benchmarks.result_file import Result
+from benchmarks.run import BLOCK_SIZE, Watch
 from benchmarks.workloads import LONGEST_ISL, take
 from liteinfer import lineage
-from liteinfer.lineage import LADDER, Row
+from liteinfer.lineage import Row
 from liteinfer.loading import LoadedModel
 from liteinfer.request import Request, SamplingParams
 
@@ -51,13 +52,15 @@ class Line:
 
 
 @dataclass
-class Prefixes:
+class Prefixes(Measurement):
     """One run, and all it needs. `build` and `clock` are replaced in tests.
 
     Args:
         lengths: of the prefixes, in tokens; multiples of the block size, so that all of a prefix is shared.
         question: tokens of the question after it.
     """
+
+    kind = "radix"
 
     model: LoadedModel
     rows: Sequence[Row]
@@ -92,13 +95,9 @@ class Prefixes:
         """The longest prefix once, and both questions: nothing is ever evicted."""
         return max(self.lengths) // BLOCK_SIZE + 2 * -(-(self.question + 1) // BLOCK_SIZE)
 
-    def run(self) -> Result:
-        """All rounds; an exception costs the line that raised it, Ctrl-C ends the run. Returns what is saved."""
-        self.interrupted = take_turns(self.lines, self.rounds, self._turn, self.watch)
-        result = self.result()
-        if self.out is not None and result["rows"]:
-            save(result, self.out)
-        return result
+    @property
+    def turns(self) -> Sequence[Line]:
+        return self.lines
 
     def _turn(self, line: Line, round_: int) -> None:
         engine = self.build(line.row, self.model, max_model_len=self.longest, block_size=BLOCK_SIZE,
@@ -131,12 +130,8 @@ class Prefixes:
         done = [line for line in self.lines if line.rounds]
         rows = [self._row(line) for line in done]
         mine = [row["cached_ms"] for row in rows if row["name"] == rows[0]["name"]]
-        return {**head(self.model, self.machine, "radix"), "question": self.question, "rounds": self.rounds,
-                "pool": done[0].pool if done else None, "rows": rows,
-                "growth": mine[-1] / mine[0] if len(mine) > 1 else None,
-                "skipped": [{"name": line.label[0], "reason": line.stopped}
-                            for line in self.lines if line.stopped and not line.rounds],
-                "code_hash": kind_hash("radix")} | ({"interrupted": True} if self.interrupted else {})
+        return self.framed(question=self.question, pool=done[0].pool if done else None, rows=rows,
+                           growth=mine[-1] / mine[0] if len(mine) > 1 else None)
 
     def _row(self, line: Line) -> Result:
         cold, cached = ([taken[key] for taken in line.rounds] for key in ("cold_ms", "cached_ms"))
@@ -190,22 +185,5 @@ def caches_prefixes(row: Row) -> bool:
 
 
 def caching(names: str) -> list[Row]:
-    """The rows of these names, in ladder order.
-
-    Raises:
-        ValueError: a name no row has, a row without a prefix cache, or one that this machine cannot run.
-    """
-    chosen = [lineage.find(name.strip()) for name in names.split(",")]
-    for row in chosen:
-        if not caches_prefixes(row):
-            able = ", ".join(other.name for other in LADDER if caches_prefixes(other))
-            raise ValueError(f"{row.name} has no prefix cache; the table is there for {able}")
-    return able_rows(chosen)
-
-
-def able_rows(chosen: Sequence[Row]) -> list[Row]:
-    """These rows in ladder order. Raises ValueError if this machine cannot run one of them."""
-    for row in chosen:
-        if reason := lineage.missing(row):
-            raise ValueError(f"this machine cannot run {row.name}: it {reason}")
-    return [row for row in LADDER if row in chosen]
+    """The rows of these names. Raises ValueError as `chosen_rows` does, and for a row without a prefix cache."""
+    return chosen_rows(names, caches_prefixes, "has no prefix cache; the table is there for")

@@ -16,16 +16,17 @@ from statistics import median
 from typing import Any
 
 from benchmarks import metrics
-from benchmarks.codehash import kind_hash, row_hash
+from benchmarks.codehash import row_hash
 from benchmarks.loop import Trace, drive
-from benchmarks.radix import able_rows, forget
-from benchmarks.result_file import Result, head, save
-from benchmarks.run import BLOCK_SIZE, Watch, check_fits, differing, take_turns
+from benchmarks.measurement import Measurement, chosen_rows
+from benchmarks.radix import forget
+from benchmarks.result_file import Result
+from benchmarks.run import BLOCK_SIZE, Watch, check_fits, differing
 from benchmarks.scenarios import Scenario
 from benchmarks.stopwatch import KV_CALLS, Stopwatch
 from benchmarks.workloads import Shape, take
 from liteinfer import lineage
-from liteinfer.lineage import LADDER, Row
+from liteinfer.lineage import Row
 from liteinfer.loading import LoadedModel
 from liteinfer.request import Request, SamplingParams
 
@@ -54,8 +55,10 @@ class Case:
 
 
 @dataclass
-class Sharing:
+class Sharing(Measurement):
     """One run, and all it needs. `build` and `clock` are replaced in tests."""
+
+    kind = "sharing"
 
     model: LoadedModel
     rows: Sequence[Row]
@@ -84,13 +87,9 @@ class Sharing:
         most = max(sum(-(-length // BLOCK_SIZE) for length in scenario.lengths) for scenario in self.scenarios)
         return most + most // 50 + 1
 
-    def run(self) -> Result:
-        """All rounds; an exception costs the case that raised it, Ctrl-C ends the run. Returns what is saved."""
-        self.interrupted = take_turns(self.cases, self.rounds, self._turn, self.watch)
-        result = self.result()
-        if self.out is not None and result["rows"]:
-            save(result, self.out)
-        return result
+    @property
+    def turns(self) -> Sequence[Case]:
+        return self.cases
 
     def _turn(self, case: Case, round_: int) -> None:
         engine = self.build(case.row, self.model, block_size=BLOCK_SIZE, num_blocks=self.num_blocks)
@@ -128,15 +127,11 @@ class Sharing:
     def result(self) -> Result:
         """The result JSON of what is finished so far."""
         done = [case for case in self.cases if case.rounds]
-        return {**head(self.model, self.machine, "sharing"), "rounds": self.rounds,
-                "pool": done[0].pool if done else None,
-                "workloads": [{"name": scenario.name, "what": scenario.what, "prompt_hash": scenario.prompt_hash}
-                              for scenario in self.scenarios],
-                "rows": [self._row(case, next(first for first in done if first.scenario is case.scenario))
-                         for case in done],
-                "skipped": [{"name": case.label[0], "reason": case.stopped}
-                            for case in self.cases if case.stopped and not case.rounds],
-                "code_hash": kind_hash("sharing")} | ({"interrupted": True} if self.interrupted else {})
+        return self.framed(
+            pool=done[0].pool if done else None,
+            workloads=[{"name": scenario.name, "what": scenario.what, "prompt_hash": scenario.prompt_hash}
+                       for scenario in self.scenarios],
+            rows=[self._row(case, next(first for first in done if first.scenario is case.scenario)) for case in done])
 
     def _row(self, case: Case, first: Case) -> Result:
         """`first`: the first row on the same workload, with which this one is compared round by round."""
@@ -169,15 +164,6 @@ def requests(name: str, prompts: Sequence[list[int]], output: int) -> list[Reque
 
 
 def scheduling(names: str) -> list[Row]:
-    """The rows of these names, in ladder order.
-
-    Raises:
-        ValueError: a name no row has, a row whose engine has no KV manager, or one that this machine cannot run.
-    """
-    chosen = [lineage.find(name.strip()) for name in names.split(",")]
-    able = [row for row in LADDER if row.engine == lineage.find("continuous").engine]
-    for row in chosen:
-        if row not in able:
-            raise ValueError(f"{row.name} has no KV manager; the rows that have one: "
-                             f"{', '.join(row.name for row in able)}")
-    return able_rows(chosen)
+    """The rows of these names. Raises ValueError as `chosen_rows` does, and for a row without a KV manager."""
+    engine = lineage.find("continuous").engine
+    return chosen_rows(names, lambda row: row.engine == engine, "has no KV manager; the rows that have one:")

@@ -15,13 +15,14 @@ from statistics import median
 from typing import Any
 
 from benchmarks import ceilings, metrics
-from benchmarks.codehash import kind_hash, row_hash
+from benchmarks.codehash import row_hash
 from benchmarks.loop import drive
-from benchmarks.result_file import Result, head, save
-from benchmarks.run import Watch, check_fits, raw, settings, take_turns
+from benchmarks.measurement import Measurement, chosen_rows
+from benchmarks.result_file import Result
+from benchmarks.run import Watch, check_fits, raw, settings
 from benchmarks.workloads import Shape, Workload, workload
 from liteinfer import lineage
-from liteinfer.lineage import LADDER, Row
+from liteinfer.lineage import Row
 from liteinfer.loading import LoadedModel
 
 PASS = "throughput"   # what the watch is told, with tok/s
@@ -45,8 +46,10 @@ class Point:
 
 
 @dataclass
-class Curve:
+class Curve(Measurement):
     """One run, and all it needs. `build`, `clock` and `linear_ms` are replaced in tests."""
+
+    kind = "widths"
 
     model: LoadedModel
     rows: Sequence[Row]
@@ -70,13 +73,9 @@ class Curve:
         hashes = {row.name: row_hash(row) for row in self.rows}
         self.points = [Point(row, width, loads[width], hashes[row.name]) for row in self.rows for width in self.widths]
 
-    def run(self) -> Result:
-        """All rounds; an exception costs the point that raised it, Ctrl-C ends the run. Returns what is saved."""
-        self.interrupted = take_turns(self.points, self.rounds, self._turn, self.watch)
-        result = self.result()
-        if self.out is not None and result["rows"]:
-            save(result, self.out)
-        return result
+    @property
+    def turns(self) -> Sequence[Point]:
+        return self.points
 
     def _turn(self, point: Point, round_: int) -> None:
         longest = self.shape.isl + max(self.shape.output)   # or a contiguous cache takes gigabytes at width 32
@@ -102,12 +101,11 @@ class Curve:
             if points := [point for point in self.points if point.row == row and point.rounds]:
                 rows.append({"name": row.name, "linear_path": points[0].linear_path, "code_hash": points[0].code_hash,
                              "widths": [self._point(point) for point in points]})
-        return {**head(self.model, self.machine, "widths"),
-                "isl": self.shape.isl, "osl": self.shape.osl, "rounds": self.rounds, "rows": rows,
-                "turning_point": turning_point(self.model, self.shape, self.machine),
-                "skipped": [{"name": point.row.name, "width": point.width, "reason": point.stopped}
-                            for point in self.points if point.stopped and not point.rounds],
-                "code_hash": kind_hash("widths")} | ({"interrupted": True} if self.interrupted else {})
+        return self.framed(isl=self.shape.isl, osl=self.shape.osl, rows=rows,
+                           turning_point=turning_point(self.model, self.shape, self.machine))
+
+    def skip(self, one: Point) -> Result:
+        return {**super().skip(one), "width": one.width}
 
     def _point(self, point: Point) -> Result:
         itl = [taken["itl_ms"] for taken in point.rounds]
@@ -140,16 +138,6 @@ def shape_of(isl: int, osl: int, widths: Sequence[int]) -> Shape:
 
 
 def batched(names: str) -> list[Row]:
-    """The rows of these names, in ladder order.
-
-    Raises:
-        ValueError: a name no row has, a row that runs one request at a time, or one that this machine cannot run.
-    """
-    chosen = [lineage.find(name.strip()) for name in names.split(",")]
-    for row in chosen:
-        if max(row.widths) == 1:
-            wide = ", ".join(other.name for other in LADDER if max(other.widths) > 1)
-            raise ValueError(f"{row.name} runs one request at a time; a width curve is there for {wide}")
-        if reason := lineage.missing(row):
-            raise ValueError(f"this machine cannot run {row.name}: it {reason}")
-    return [row for row in LADDER if row in chosen]
+    """The rows of these names. Raises ValueError as `chosen_rows` does, and for a row that runs one at a time."""
+    return chosen_rows(names, lambda row: max(row.widths) > 1,
+                       "runs one request at a time; a width curve is there for")

@@ -105,6 +105,11 @@ class Request:
     def token_ids(self) -> list[int]:
         return self.prompt_token_ids + self.output_token_ids
 
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """token_ids[start:stop], without joining all of prompt and output first."""
+        prompt = len(self.prompt_token_ids)
+        return self.prompt_token_ids[start:stop] + self.output_token_ids[max(0, start - prompt):max(0, stop - prompt)]
+
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)

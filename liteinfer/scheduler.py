@@ -71,7 +71,7 @@ class Chunk:
     def token_ids(self) -> list[int]:
         """The ids [num_tokens] that the step feeds."""
         own = self.num_tokens - len(self.draft)
-        return self.request.token_ids[self.start:self.start + own] + list(self.draft)
+        return [*self.request.tokens(self.start, self.start + own), *self.draft]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -57,6 +57,15 @@ class StepTrace:
 
     def __post_init__(self) -> None:
         self.steps = deque(maxlen=self.max_steps)
+
+    def record(self, started_at: float, plan: Any, events: Sequence[Any], scheduler: Any,
+               blocks_used: int) -> None:
+        """Keep a step that began at `started_at` and ends now: the scheduler's plan, and what came of it."""
+        given = {event.request_id: len(event.token_ids) for event in events}
+        parts = tuple(Part(chunk.request.request_id, chunk.start, chunk.num_tokens,
+                           given.get(chunk.request.request_id, 0)) for chunk in plan.chunks)
+        self.steps.append(StepRecord(started_at, self.clock(), parts, blocks_used, len(scheduler.running),
+                                     len(scheduler.waiting), tuple(r.request_id for r in plan.preempted)))
 
     def first_scheduled(self) -> dict[str, float]:
         """By request id, when the first step that ran it began: the end of its time in the queue."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ if not torch.cuda.is_available():
 
 from liteinfer import lineage
 from liteinfer.engines.base import Engine, run
+from liteinfer.engines.continuous import ContinuousEngine
 from liteinfer.loading import LoadedModel, load_model, tiny_model
+from liteinfer.model.layout import Layout
 from liteinfer.request import Request, SamplingParams
+from liteinfer.runner import StepOutput
 
 ROWS = [row.name for row in lineage.LADDER if row.needs is None]   # a kernel's row is tested beside the kernel
 CHAPTER_MARKS = {row.name: getattr(pytest.mark, f"ch{row.chapter:02}") for row in lineage.LADDER}
@@ -63,3 +67,36 @@ def outputs(engine: Engine, prompts: list[list[int]], params: SamplingParams | l
     errors = [event.error for event in run(engine, requests) if event.error]
     assert not errors, errors
     return [request.output_token_ids for request in requests]
+
+
+def replace_pass(engine: Any, logits_of: Callable[[Callable[[], torch.Tensor], list[Request]], torch.Tensor]) -> None:
+    """Put `logits_of(healthy, requests)` in the place of an engine's forward pass, whatever rung it is of.
+
+    It returns logits [B, V], one row for each of `requests`; `healthy()` makes the pass that it replaces.
+    """
+    if isinstance(engine, ContinuousEngine):
+        run_chunks = engine.runner.run
+
+        def run(chunks: tuple) -> StepOutput:
+            made = []
+
+            def healthy() -> torch.Tensor:
+                made.append(run_chunks(chunks))
+                return made[0].logits
+
+            logits = logits_of(healthy, [chunk.request for chunk in chunks if chunk.num_logits])
+            if not made:   # the cache must be told of the step all the same
+                sequences = [(chunk.request.request_id, chunk.start, chunk.num_tokens) for chunk in chunks]
+                engine.cache.begin(Layout.of(sequences, torch.device("cpu")))
+            return StepOutput(logits, torch.empty(0))
+
+        engine.runner.run = run
+        return
+    next_logits = engine.next_logits
+
+    def replaced(whose: Request | list[Request]) -> torch.Tensor:
+        if isinstance(whose, list):
+            return logits_of(lambda: next_logits(whose), whose)
+        return logits_of(lambda: next_logits(whose)[None], [whose])[0]
+
+    engine.next_logits = replaced

@@ -248,7 +248,7 @@ def test_the_pictures_show_what_was_measured(smol: LoadedModel) -> None:
     assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "16", "256"]
     assert [bar.get_height() for bar in axes.patches] == pytest.approx([0, 3, 40])
     near = ch04.memory_picture(smol.config, 256).axes[1]
-    paged, stored = (line.get_ydata() for line in near.lines)
+    paged, stored = (list(line.get_ydata()) for line in near.lines)
     assert paged[0] == pytest.approx(blocks(100) * BLOCK / 1e6) and stored[0] == pytest.approx(100 * PER_TOKEN / 1e6)
     assert len(ch04.slots_picture(*ch04.used_pool()).axes[0].texts) > 40
     assert len(ch04.pool_picture(ch04.pool_story()).axes) == 6

@@ -217,4 +217,4 @@ def test_the_width_picture_shows_what_it_is_given() -> None:
     assert drawn["ceiling"] == [30.0] * 3 and "predicted turning point: 17 sequences" in drawn
     assert [1000 * w / 30 for w in (1, 2, 4)] in [list(line.get_ydata()) for line in right.lines]
     left, _ = ch05.widths_picture({"rows": rows, "turning_point": None}).axes
-    assert not any("turning" in line.get_label() for line in left.lines)
+    assert not any("turning" in str(line.get_label()) for line in left.lines)

@@ -76,7 +76,12 @@ def test_chunks_of_one_sequence_give_the_same_bits_as_the_static_engine(tiny_lla
 def test_logits_only_where_a_token_is_wanted(tiny_llama: LoadedModel) -> None:
     engine, rows = build("continuous", tiny_llama, max_num_seqs=4, max_num_batched_tokens=8), []
     logits_of = engine.llama.logits
-    engine.llama.logits = lambda hidden: (rows.append(len(hidden)), logits_of(hidden))[1]
+
+    def noting(hidden: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden))
+        return logits_of(hidden)
+
+    engine.llama.logits = noting
     try:
         outputs(engine, [[1] * 20, [2] * 3], SamplingParams(max_tokens=2))
     finally:

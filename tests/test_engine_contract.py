@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from liteinfer import lineage
 from liteinfer.engines.base import Engine, run
 from liteinfer.loading import LoadedModel, tiny_model
 from liteinfer.request import Request, SamplingParams
-from tests.conftest import build, outputs, rows
+from tests.conftest import build, outputs, replace_pass, rows
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]]
 
@@ -94,17 +96,17 @@ def test_a_step_interrupted_in_mid_forward_can_be_made_again(row: str) -> None:
     model = tiny_model("llama", seed=8)
     expected = outputs(build(row, model), [[4, 5]], SamplingParams(max_tokens=5))[0]
     engine, request = build(row, model), Request("a", [4, 5], SamplingParams(max_tokens=5))
-    healthy, calls = engine.next_logits, 0
+    calls = 0
 
-    def interrupted(whose: object) -> torch.Tensor:
+    def interrupted(healthy: Callable[[], torch.Tensor], _: object) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        logits = healthy(whose)   # keys and values are written, then Ctrl-C comes
+        logits = healthy()   # keys and values are written, then Ctrl-C comes
         if calls == 3:
             raise KeyboardInterrupt
         return logits
 
-    engine.next_logits = interrupted
+    replace_pass(engine, interrupted)
     engine.add(request)
     with pytest.raises(KeyboardInterrupt):
         drain(engine)
@@ -160,21 +162,19 @@ def test_a_failing_request_gets_an_error_event_and_the_next_one_works(row: str, 
     engine = build(row, model, **({"max_num_seqs": 2} if wide and fault == "nan" else {"max_num_seqs": 1} if wide
                                   else {}))
     expected = outputs(build(row, model), [[4, 5]], SamplingParams(max_tokens=5))[0]
-    healthy = engine.next_logits
     calls = 0
 
-    def failing(whose: object) -> torch.Tensor:
+    def failing(healthy: Callable[[], torch.Tensor], _: object) -> torch.Tensor:
         nonlocal calls
         calls += 1
-        logits = healthy(whose)
-        if calls != 3:
-            return logits
-        if fault == "raise":
+        logits = healthy()   # [B, V]
+        if calls == 3 and fault == "raise":
             raise RuntimeError("the forward broke")
-        (logits if logits.dim() == 1 else logits[0])[:] = float("nan")
+        if calls == 3:
+            logits[0] = float("nan")
         return logits
 
-    engine.next_logits = failing
+    replace_pass(engine, failing)
     requests = [Request(n, [4, 5], SamplingParams(max_tokens=5)) for n in "ab"]
     events = list(run(engine, requests))
     error = [event for event in events if event.error]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
+import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
 from liteinfer import LLM, SamplingParams, cli
 from liteinfer.loading import LoadedModel
-from tests.conftest import rows
+from liteinfer.request import Request
+from tests.conftest import replace_pass, rows
 
 PROMPT = "Water boils at"
 
@@ -41,8 +45,11 @@ def test_one_bad_prompt_stops_all_before_any_work(row: str, tiny_llama: LoadedMo
 
 def test_a_request_that_fails_says_so_and_the_others_go_on(tiny_llama: LoadedModel) -> None:
     llm = LLM(tiny_llama)
-    healthy = llm.engine.next_logits
-    llm.engine.next_logits = lambda request: healthy(request) * (float("nan") if request.request_id == "0" else 1.0)
+
+    def nan_for_the_first(healthy: Callable[[], Tensor], requests: list[Request]) -> Tensor:
+        return healthy() * torch.tensor([[float("nan") if r.request_id == "0" else 1.0] for r in requests])
+
+    replace_pass(llm.engine, nan_for_the_first)
     failed, fine = llm.generate([[1, 2], [1, 2]], SamplingParams(max_tokens=3))
     assert failed.finish_reason == "error" and failed.error == "FloatingPointError: 64 of 64 logits are NaN"
     assert fine.finish_reason == "length" and len(fine.token_ids) == 3 and fine.error is None
@@ -51,15 +58,17 @@ def test_a_request_that_fails_says_so_and_the_others_go_on(tiny_llama: LoadedMod
 def test_an_interrupted_call_leaves_nothing_behind(tiny_llama: LoadedModel) -> None:
     llm = LLM(tiny_llama)
     expected = llm.generate([[4, 5]], SamplingParams(max_tokens=5))[0].token_ids
-    healthy = llm.engine.next_logits
+    interrupt = True
 
-    def interrupted(request: object) -> None:
-        raise KeyboardInterrupt
+    def interrupted(healthy: Callable[[], Tensor], _: object) -> Tensor:
+        if interrupt:
+            raise KeyboardInterrupt
+        return healthy()
 
-    llm.engine.next_logits = interrupted
+    replace_pass(llm.engine, interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1, 2], [3, 4]])
-    llm.engine.next_logits = healthy
+    interrupt = False
     assert not llm.engine.has_unfinished()
     assert llm.generate([[4, 5]], SamplingParams(max_tokens=5))[0].token_ids == expected
 

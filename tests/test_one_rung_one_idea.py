@@ -11,7 +11,7 @@ from liteinfer import lineage
 
 PACKAGE = Path(lineage.__file__).parent
 FILES = sorted(str(path.relative_to(PACKAGE).as_posix()) for path in PACKAGE.rglob("*.py"))
-LONGEST_FILE, LONGEST_RUNG = 155, 325   # lines of code, about
+LONGEST_FILE, LONGEST_RUNG = 150, 300   # lines of code, about
 
 
 def imported_files(source: str) -> set[str]:

@@ -13,6 +13,7 @@ from liteinfer.cache.block_pool import OutOfBlocks
 from liteinfer.cache.contiguous import ContiguousCache
 from liteinfer.cache.paged import GatherSdpa, PagedCache, gather
 from liteinfer.cache.pool_size import pool_size
+from liteinfer.engines.paged import blocks_at_most
 from liteinfer.loading import LoadedModel, tiny_model
 from liteinfer.model.layout import Layout
 from liteinfer.model.linear import Plain
@@ -184,6 +185,7 @@ def test_a_request_that_the_pool_can_never_hold_is_refused_with_both_sizes(row: 
     told = r"16 prompt tokens \+ max_tokens 18 need 9 KV blocks of 4 tokens, the pool has 8"
     with pytest.raises(ValueError, match=told):
         engine.add(Request("big", [1] * 16, SamplingParams(max_tokens=18)))
+    assert blocks_at_most(Request("fits", [1] * 16, SamplingParams(max_tokens=17)), engine.cache) == 8
     assert len(outputs(engine, [[1] * 16], SamplingParams(max_tokens=17))[0]) == 17
     assert engine.counters.blocks_peak == 8
 

@@ -132,13 +132,6 @@ def test_s12_a_decoding_request_gets_a_token_at_every_step_of_a_long_prefill() -
 
 def test_s12_also_when_the_long_prompt_came_first() -> None:
     """The older request takes the budget first, but never the last token of a younger one that runs."""
-    engine = script_engine(max_prefill_chunk=8, max_num_batched_tokens=8, max_num_seqs=4)
-    engine.add(request("first", 3, 2))
-    engine.add(long := request("long", 60, 2))     # 5 of 8 in the first step
-    for _ in range(2):
-        engine.step()
-    engine.add(young := request("young", 1, 30))
-    drain(engine)
     engine = script_engine(max_prefill_chunk=4, max_num_batched_tokens=8, max_num_seqs=4)
     engine.add(long := request("long", 60, 2))
     engine.add(young := request("young", 4, 30))
@@ -150,6 +143,16 @@ def test_s12_also_when_the_long_prompt_came_first() -> None:
         after = [len(r.output_token_ids) for r in (young, second)]
         assert all(a == b + 1 for a, b, s in zip(after, before, started, strict=True) if s)
     assert young.output_token_ids, "it ran beside the long prefill"
+
+
+def test_s12_drafts_leave_every_younger_request_its_token() -> None:
+    engine = script_engine(max_num_batched_tokens=5, max_num_seqs=3)
+    for name in "abc":
+        engine.add(request(name, 1, 30))
+    engine.step()
+    plan = engine.scheduler.schedule({"a": range(8), "b": range(8)})
+    assert {c.request.request_id: (c.num_tokens, c.draft) for c in plan.chunks} == {
+        "a": (3, (0, 1)), "b": (1, ()), "c": (1, ())}
 
 
 def test_first_come_first_served_and_one_budget() -> None:

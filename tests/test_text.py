@@ -13,7 +13,7 @@ from liteinfer import LLM, SamplingParams
 from liteinfer.detokenizer import Detokenizer, StopStrings
 from liteinfer.loading import LoadedModel, tiny_model
 from liteinfer.request import Request
-from tests.conftest import rows
+from tests.conftest import replace_pass, rows
 
 Decode = Callable[[Sequence[int]], str]
 PIECES = ["👩‍🔬", "naïve", "日本語", "🇳🇴", " Hello  world ,\n  x", "e\u0323\u0301", "שלום", "مرحبا بالعالم",
@@ -190,12 +190,13 @@ class Scripted:
     def __init__(self, smol: LoadedModel, row: str, script: list[int]) -> None:
         self.llm = LLM(smol, row=row)
 
-        def next_logits(request: Request) -> torch.Tensor:
-            logits = torch.zeros(smol.config.vocab_size)
-            logits[script[len(request.output_token_ids)]] = 100.0
+        def scripted(_: object, requests: list[Request]) -> torch.Tensor:
+            logits = torch.zeros(len(requests), smol.config.vocab_size)
+            for row, request in zip(logits, requests, strict=True):
+                row[script[len(request.output_token_ids)]] = 100.0
             return logits
 
-        self.llm.engine.next_logits = next_logits
+        replace_pass(self.llm.engine, scripted)
 
 
 @pytest.mark.parametrize("row", rows())

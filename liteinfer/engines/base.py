@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from liteinfer.loading import LoadedModel
-from liteinfer.request import Counters, Request, TokenEvent
+from liteinfer.request import Counters, Request, TokenEvent, TokenLogprobs
 from liteinfer.sampling import logprobs, sample
 
 
@@ -139,12 +139,9 @@ class QueuedEngine(Engine):
     def _choose(self, request: Request, logits: Tensor) -> TokenEvent:
         """Sample one token of a request from its logits [V]; a fault is the request's own, and its end."""
         try:
-            token = sample(logits, request)
-            told = logprobs(logits, token, request.params)
+            return take(request, [sample(logits, request)], logits[None], self.model.config.eos_token_ids)
         except Exception as error:
             return error_event(request, error)
-        ended = request.append(token, self.model.config.eos_token_ids)
-        return TokenEvent(request.request_id, (token,), told, ended)
 
 
 class OneAtATime(QueuedEngine):
@@ -178,6 +175,17 @@ class OneAtATime(QueuedEngine):
         if event.finish_reason:
             self.end([request])
         return event
+
+
+def take(request: Request, tokens: list[int], logits: Tensor, eos_token_ids: tuple[int, ...]) -> TokenEvent:
+    """Append tokens to a request, up to the one that ends it. Row i of logits [len(tokens) or more, V] gave token i."""
+    told, ended, taken = list[TokenLogprobs](), None, 0
+    for token, row in zip(tokens, logits, strict=False):
+        told += logprobs(row, token, request.params)
+        taken += 1
+        if ended := request.append(token, eos_token_ids):
+            break
+    return TokenEvent(request.request_id, tuple(tokens[:taken]), tuple(told), ended)
 
 
 def error_event(request: Request, error: Exception) -> TokenEvent:

@@ -17,17 +17,17 @@ from torch import Tensor
 
 from liteinfer.cache.paged import GatherSdpa, PagedAttention, PagedCache
 from liteinfer.cache.pool_size import pool_size
-from liteinfer.engines.base import Engine, error_event
-from liteinfer.engines.paged import check_fits, count_blocks
+from liteinfer.engines.base import Engine, error_event, take
+from liteinfer.engines.paged import check_fits, count_step, paged_cache
 from liteinfer.kv_manager import KVManager
 from liteinfer.loading import LoadedModel
 from liteinfer.model.linear import LinearMaker, Packed
 from liteinfer.model.llama import load_llama
-from liteinfer.request import Request, TokenEvent, TokenLogprobs
+from liteinfer.request import Request, TokenEvent
 from liteinfer.runner import Runner, StepOutput
-from liteinfer.sampling import logprobs, sample
+from liteinfer.sampling import sample
 from liteinfer.scheduler import Chunk, Scheduler, SchedulerConfig, SchedulerOutput
-from liteinfer.trace import Part, StepRecord, StepTrace
+from liteinfer.trace import StepTrace
 
 Verdict = list[int] | Exception   # the tokens a request takes, or the fault that is its own
 
@@ -43,6 +43,7 @@ class Drafter(Protocol):
 
     def free(self, request_id: str) -> None:
         """A request is over."""
+        return
 
 
 class NoDrafter(Drafter):
@@ -53,9 +54,6 @@ class NoDrafter(Drafter):
 
     def verify(self, chunks: Sequence[Chunk], output: StepOutput) -> list[Verdict]:
         return [self._sample(row, chunk.request) for row, chunk in zip(output.logits, chunks, strict=True)]
-
-    def free(self, request_id: str) -> None:
-        pass
 
     def _sample(self, logits: Tensor, request: Request) -> Verdict:
         try:
@@ -86,11 +84,10 @@ class ContinuousEngine(Engine):
         self.llama = load_llama(model, linear)
         self.linear_path = linear.path(model.dtype, model.device)
         self.pool_size = pool_size(model, block_size, num_blocks, max_num_seqs * self.max_model_len)
-        self.cache = PagedCache(model.config, self.pool_size.num_blocks, block_size, model.dtype, model.device,
-                                attention)
+        self.cache = paged_cache(model, self.pool_size, attention)
         self.scheduler = Scheduler(config, kv_manager(self.cache))
         self.runner = runner(self.llama, self.cache)
-        self.drafter = NoDrafter() if drafter is None else drafter
+        self.drafter = drafter or NoDrafter()
         self.trace = trace
         self._aborted: list[TokenEvent] = []
 
@@ -123,15 +120,14 @@ class ContinuousEngine(Engine):
         scheduler, counters = self.scheduler, self.counters
         plan = scheduler.schedule(self.drafter.propose(scheduler.running))
         counters.preemptions += len(plan.preempted)
-        for request in plan.admitted:
-            self._first_admission(request)
+        self._note_first_admissions(plan.admitted)
         events = [error_event(request, error) for request, error in plan.failed]
         if plan.chunks:
             events += self._run(plan)
             counters.batch_slots += scheduler.config.max_num_seqs
             counters.idle_slots += scheduler.config.max_num_seqs - len(plan.chunks)
         if self.trace:
-            self.trace.steps.append(self._record(plan, events, started_at, self.trace.clock()))
+            self.trace.record(started_at, plan, events, scheduler, self.cache.pool.num_used)
         aborted, self._aborted = self._aborted, []
         return aborted + events
 
@@ -149,9 +145,7 @@ class ContinuousEngine(Engine):
             for request in reversed(self.scheduler.running):
                 self.scheduler.preempt(request)
             raise
-        self.counters.forward_passes += 1
-        self.counters.tokens_computed += plan.num_tokens
-        count_blocks(self.cache, self.counters)
+        count_step(self.cache, plan.num_tokens, self.counters)
         for chunk in plan.chunks:
             if not chunk.num_logits and chunk.request in self.scheduler.running:   # the middle of a prompt
                 chunk.request.num_computed_tokens = chunk.start + chunk.num_tokens
@@ -180,9 +174,9 @@ class ContinuousEngine(Engine):
         self.scheduler.remove(request)
         self.drafter.free(request.request_id)
 
-    def _first_admission(self, request: Request) -> None:
-        """Note what was found of a prompt; a request that comes back from a preemption was noted before."""
-        if request.num_cached_tokens is None:
+    def _note_first_admissions(self, admitted: Sequence[Request]) -> None:
+        """What was found of each prompt; a request that comes back from a preemption was noted before."""
+        for request in (request for request in admitted if request.num_cached_tokens is None):
             request.num_cached_tokens = request.num_computed_tokens
             self.counters.prompt_tokens += len(request.prompt_token_ids)
             self.counters.prefix_hit_tokens += request.num_cached_tokens
@@ -190,21 +184,3 @@ class ContinuousEngine(Engine):
     def _find(self, request_id: str) -> Request | None:
         everybody = (*self.scheduler.running, *self.scheduler.waiting)
         return next((request for request in everybody if request.request_id == request_id), None)
-
-    def _record(self, plan: SchedulerOutput, events: list[TokenEvent], started_at: float, now: float) -> StepRecord:
-        given = {event.request_id: len(event.token_ids) for event in events}
-        parts = tuple(Part(c.request.request_id, c.start, c.num_tokens, given.get(c.request.request_id, 0))
-                      for c in plan.chunks)
-        return StepRecord(started_at, now, parts, self.cache.pool.num_used, len(self.scheduler.running),
-                          len(self.scheduler.waiting), tuple(request.request_id for request in plan.preempted))
-
-
-def take(request: Request, tokens: list[int], logits: Tensor, eos_token_ids: tuple[int, ...]) -> TokenEvent:
-    """Append tokens to a request, up to the one that ends it. Row i of logits [len(tokens) or more, V] gave token i."""
-    told, ended, taken = list[TokenLogprobs](), None, 0
-    for token, row in zip(tokens, logits, strict=False):
-        told += logprobs(row, token, request.params)
-        taken += 1
-        if ended := request.append(token, eos_token_ids):
-            break
-    return TokenEvent(request.request_id, tuple(tokens[:taken]), tuple(told), ended)

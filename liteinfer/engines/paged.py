@@ -7,13 +7,14 @@ blocks are taken as the sequence grows, and all go back when it ends.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from liteinfer.cache.contiguous import ContiguousCache
 from liteinfer.cache.paged import GatherSdpa, PagedAttention, PagedCache
-from liteinfer.cache.pool_size import pool_size
+from liteinfer.cache.pool_size import PoolSize, pool_size
 from liteinfer.engines.base import OneAtATime
 from liteinfer.loading import LoadedModel
 from liteinfer.model.layout import Layout
@@ -37,8 +38,7 @@ class PagedEngine(OneAtATime):
         super().__init__(model, max_model_len)
         self.llama = load_llama(model, linear)
         self.pool_size = pool_size(model, block_size, num_blocks, self.max_model_len)
-        self.cache = PagedCache(model.config, self.pool_size.num_blocks, block_size, model.dtype, model.device,
-                                attention)
+        self.cache = paged_cache(model, self.pool_size, attention)
         self.linear_path = linear.path(model.dtype, model.device)
 
     def check(self, request: Request) -> None:
@@ -47,14 +47,19 @@ class PagedEngine(OneAtATime):
         check_fits(request, self.cache)
 
     def next_logits(self, request: Request) -> Tensor:
-        self.cache.reserve(0, len(request.token_ids))
+        self.cache.reserve(0, request.num_tokens)
         return feed(self.llama, self.cache, {0: request.token_ids}, self.counters)[0]   # [V]
 
     def release(self, requests: list[Request]) -> None:
         self.cache.free(0)
 
 
-def feed(llama: Llama, cache: PagedCache | ContiguousCache, sequences: Mapping[int, list[int]],
+def paged_cache(model: LoadedModel, size: PoolSize, attention: PagedAttention) -> PagedCache:
+    """A cache of this size for this model."""
+    return PagedCache(model.config, size.num_blocks, size.block_size, model.dtype, model.device, attention)
+
+
+def feed(llama: Llama, cache: PagedCache | ContiguousCache, sequences: Mapping[Any, list[int]],
          counters: Counters) -> Tensor:
     """One step: of each sequence's token ids what the cache has not seen; logits [B, V] after its last one."""
     device = llama.embedding.device
@@ -64,17 +69,17 @@ def feed(llama: Llama, cache: PagedCache | ContiguousCache, sequences: Mapping[i
     cache.begin(layout)
     flat = torch.tensor(new, device=device)                                  # [N]
     logits = llama(flat, layout.positions, cache, logits_at=layout.query_start_loc[1:].long() - 1)
-    counters.forward_passes += 1
-    counters.tokens_computed += len(new)
-    if isinstance(cache, PagedCache):
-        count_blocks(cache, counters)
-    else:
-        counters.kv_bytes_peak = cache.nbytes
+    count_step(cache, len(new), counters)
     return logits
 
 
-def count_blocks(cache: PagedCache, counters: Counters) -> None:
-    """What a step held, wasted and copied."""
+def count_step(cache: PagedCache | ContiguousCache, num_tokens: int, counters: Counters) -> None:
+    """A pass over this many tokens, and what it held, wasted and copied."""
+    counters.forward_passes += 1
+    counters.tokens_computed += num_tokens
+    if isinstance(cache, ContiguousCache):
+        counters.kv_bytes_peak = cache.nbytes
+        return
     used, block_size = cache.pool.num_used, cache.pool.block_size
     counters.blocks_peak = max(counters.blocks_peak, used)
     counters.kv_bytes_peak = max(counters.kv_bytes_peak, used * cache.block_bytes)

@@ -19,7 +19,7 @@ from liteinfer.cache.paged import GatherSdpa, PagedAttention, PagedCache
 from liteinfer.cache.pool_size import pool_size
 from liteinfer.engines.base import QueuedEngine, error_event
 from liteinfer.engines.dynamic_cache import kv_bytes
-from liteinfer.engines.paged import blocks_at_most, check_fits, feed
+from liteinfer.engines.paged import blocks_at_most, check_fits, feed, paged_cache
 from liteinfer.loading import LoadedModel
 from liteinfer.model.linear import LinearMaker, Packed, Plain
 from liteinfer.model.llama import load_llama
@@ -185,8 +185,7 @@ class PagedStaticBatch(RaggedStaticBatch):
                  attention: PagedAttention = GatherSdpa()) -> None:  # noqa: B008 - stateless
         super().__init__(model, max_num_seqs, max_model_len, linear)
         self.pool_size = pool_size(model, block_size, num_blocks, max_num_seqs * self.max_model_len)
-        self.cache = PagedCache(model.config, self.pool_size.num_blocks, block_size, model.dtype, model.device,
-                                attention)
+        self.cache = paged_cache(model, self.pool_size, attention)
 
     def check(self, request: Request) -> None:
         """Besides the contract's: refuse a request that the whole pool could not hold."""
@@ -198,4 +197,4 @@ class PagedStaticBatch(RaggedStaticBatch):
 
     def make_room(self, request: Request) -> None:
         """Raises OutOfBlocks: only if somebody else holds blocks of this pool."""
-        self.cache.reserve(self.slots[request.request_id], len(request.token_ids))
+        self.cache.reserve(self.slots[request.request_id], request.num_tokens)

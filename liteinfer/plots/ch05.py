@@ -198,8 +198,14 @@ def stretches(slot: Sequence[tuple[str, bool]]) -> Iterator[tuple[int, int, str,
         start += n
 
 
-def gantt_picture(runs: Mapping[str, Gantt]) -> Figure:
-    """One panel per run, one row per slot, over the same number of passes."""
+def gantt_picture(runs: Mapping[str, Gantt], second: str = "decode, every second batch",
+                  idle: str = "idle: waits for the longest") -> Figure:
+    """One panel per run, one row per slot, over the same number of passes.
+
+    Args:
+        second: what the legend calls every second request of a slot, which has a colour of its own.
+        idle: what it calls a slot without work.
+    """
     figure = Figure(figsize=(9.6, 0.9 + 1.75 * len(runs)), layout="constrained", dpi=80)
     panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
     longest = max(len(run.passes) for run in runs.values())
@@ -210,29 +216,30 @@ def gantt_picture(runs: Mapping[str, Gantt]) -> Figure:
                        f"({run.idle_share:.1%})", fontsize=9.5, loc="left")
     panels[-1].set_xlabel("forward pass")
     handles = [Patch(color=ORANGE, label="prefill"), Patch(color=BLUE, label="decode"),
-               Patch(color=SKY, label="decode, every second batch"),
-               Patch(facecolor=NO_CELL, edgecolor=GREY, hatch="////", label="idle: waits for the longest")]
+               Patch(color=SKY, label=second),
+               Patch(facecolor=NO_CELL, edgecolor=GREY, hatch="////", label=idle)]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 
 def _draw_slots(axes: Axes, run: Gantt, longest: int) -> None:
-    slots = list(zip(*run.passes, strict=True))
-    starts = {start for slot in slots for start, _, _, first in stretches(slot) if first}
-    for y, slot in enumerate(slots):
+    width = len(run.passes[0])
+    for y, slot in enumerate(zip(*run.passes, strict=True)):
+        requests = 0
         for start, n, request, first in stretches(slot):
-            batch = sum(begin <= start for begin in starts)
+            requests += first
             if not request:
                 axes.barh(y, n, left=start, height=0.8, facecolor=NO_CELL, edgecolor=GREY, hatch="////", linewidth=0.5)
             elif first:   # one pass, drawn wide enough to be seen
                 axes.barh(y, max(n, longest / 150), left=start, height=0.8, color=ORANGE, zorder=3)
             else:
-                axes.barh(y, n, left=start, height=0.8, color=BLUE if batch % 2 else SKY)
-                axes.text(start + n / 2, y, str(n + 1), ha="center", va="center", fontsize=8,
-                          color="white" if batch % 2 else "black")
-    axes.set_yticks(range(len(slots)), [f"slot {i}" for i in range(len(slots))])
-    axes.set(xlim=(0, longest * 1.01), ylim=(len(slots) - 0.5, -0.5))
+                axes.barh(y, n, left=start, height=0.8, color=BLUE if requests % 2 else SKY)
+                axes.text(start + n / 2 + longest / 300, y, str(n + 1), ha="center", va="center", fontsize=8,
+                          color="white" if requests % 2 else "black")
+    axes.set_yticks(range(width), [f"slot {i}" for i in range(width)])
+    axes.set(xlim=(0, longest * 1.01), ylim=(width - 0.5, -0.5))
     axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(left=False)
     axes.tick_params(left=False)
 
 

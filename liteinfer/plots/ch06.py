@@ -16,8 +16,8 @@ from liteinfer.cache.paged import GatherSdpa, PagedCache
 from liteinfer.engines.continuous import ContinuousEngine
 from liteinfer.kv_manager import KVManager
 from liteinfer.loading import LoadedModel, tiny_model
-from liteinfer.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
-from liteinfer.plots.ch05 import NO_CELL, RAGGED, Gantt, gantt, stretches
+from liteinfer.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, ch05
+from liteinfer.plots.ch05 import RAGGED, Gantt, gantt
 from liteinfer.request import Counters, Request, SamplingParams
 from liteinfer.scheduler import Scheduler, SchedulerConfig
 from liteinfer.trace import Part, StepRecord, StepTrace
@@ -132,41 +132,8 @@ def slots_of(run: Run) -> Gantt:
 
 
 def gantt_picture(runs: Mapping[str, Gantt]) -> Figure:
-    """One panel per run, one row per slot, over the same number of passes."""
-    figure = Figure(figsize=(9.6, 0.9 + 1.75 * len(runs)), layout="constrained")
-    panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
-    longest = max(len(run.passes) for run in runs.values())
-    for axes, (name, run) in zip(panels, runs.items(), strict=True):
-        _draw_slots(axes, run, longest)
-        c = run.counters
-        axes.set_title(f"{name}: {c.forward_passes} passes, {c.idle_slots:,} of {c.batch_slots:,} slot-steps idle "
-                       f"({run.idle_share:.1%})", fontsize=9.5, loc="left")
-    panels[-1].set_xlabel("forward pass")
-    handles = [Patch(color=ORANGE, label="prefill"), Patch(color=BLUE, label="decode"),
-               Patch(color=SKY, label="decode of the next request in the slot"),
-               Patch(facecolor=NO_CELL, edgecolor=GREY, hatch="////", label="idle")]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
-    return figure
-
-
-def _draw_slots(axes: Axes, run: Gantt, longest: int) -> None:
-    width = len(run.passes[0])
-    for y, slot in enumerate(zip(*run.passes, strict=True)):
-        requests = 0
-        for start, n, request, first in stretches(slot):
-            requests += first
-            if not request:
-                axes.barh(y, n, left=start, height=0.8, facecolor=NO_CELL, edgecolor=GREY, hatch="////", linewidth=0.5)
-            elif first:   # one pass, drawn wide enough to be seen
-                axes.barh(y, max(n, longest / 150), left=start, height=0.8, color=ORANGE, zorder=3)
-            else:
-                axes.barh(y, n, left=start, height=0.8, color=BLUE if requests % 2 else SKY)
-                axes.text(start + n / 2 + longest / 300, y, str(n + 1), ha="center", va="center", fontsize=8,
-                          color="white" if requests % 2 else "black")
-    axes.set_yticks(range(width), [f"slot {i}" for i in range(width)])
-    axes.set(xlim=(0, longest * 1.01), ylim=(width - 0.5, -0.5))
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.tick_params(left=False)
+    """As in chapter 5; here a slot's next request comes when its last one ends, not when the batch does."""
+    return ch05.gantt_picture(runs, "decode of the next request in the slot", "idle")
 
 
 # --- a long prompt and its neighbour ---------------------------------------------------------------------------------
