@@ -75,7 +75,8 @@ def replace_pass(engine: Any, logits_of: Callable[[Callable[[], torch.Tensor], l
     It returns logits [B, V], one row for each of `requests`; `healthy()` makes the pass that it replaces.
     """
     if isinstance(engine, ContinuousEngine):
-        run_chunks = engine.runner.run
+        runner: Any = engine.runner
+        run_chunks = runner.run
 
         def run(chunks: tuple) -> StepOutput:
             made = []
@@ -90,7 +91,7 @@ def replace_pass(engine: Any, logits_of: Callable[[Callable[[], torch.Tensor], l
                 engine.cache.begin(Layout.of(sequences, torch.device("cpu")))
             return StepOutput(logits, torch.empty(0))
 
-        engine.runner.run = run
+        runner.run = run
         return
     next_logits = engine.next_logits
 
