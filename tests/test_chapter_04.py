@@ -132,8 +132,8 @@ def test_gathers_and_writes_of_a_step(smol: LoadedModel) -> None:
     piece = heads * smol.config.head_size * 4
     assert (piece, 16 * piece) == (768, 12_288)
     says("60 gathers and 60 indexed writes", "191 pieces of 768 bytes", "12 pieces of 12,288")
-    assert 2 * 24 * 2 * 64 * 2 == 12_288 and 1280 * 2**20 // 2048 == 640 * 2**10
-    says("2 x 24 x 2 x 64 x 2 = 12,288", "640 KB a token")
+    assert 2 * 24 * 2 * 64 * 2 == 12_288 and 1280 * 10**6 // 2048 == 625 * 10**3
+    says("2 x 24 x 2 x 64 x 2 = 12,288", "625 KB a token")
 
 
 def test_waste_of_the_mixed_workload() -> None:

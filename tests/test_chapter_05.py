@@ -126,7 +126,8 @@ def test_the_hole_is_as_large_as_the_text_says() -> None:
     assert (len(equal.passes), equal.counters.idle_slots) == (396, 0)
     assert (len(ragged.passes), ragged.counters.idle_slots, ragged.counters.batch_slots) == (650, 1020, 2600)
     assert ragged.idle_share == pytest.approx(idle_share(list(ch05.RAGGED), 4)) == pytest.approx(0.392, abs=5e-4)
-    says("12 requests of 132 tokens: 396 passes", "650 passes. 1,020 of the 2,600 slot-steps are idle, 39.2 %")
+    says("12 requests of 132 tokens: 396 passes",
+         "650 passes. 1,020 of the 2,600 slot-steps (one slot in one pass) are idle, 39.2 %")
     bars = [bar for bar in ch05.gantt_picture({"ragged": ragged}).axes[0].patches if bar.get_hatch()]
     assert sum(bar.get_width() for bar in bars) == 1020
 

@@ -89,10 +89,10 @@ def test_passes_on_ragged() -> None:
     assert round(1 - 17_258 / (32 * 1008), 3) == 0.465 and round(idle / places, 3) == 0.201
     last = max(i for i, step in enumerate(steps, 1) if any(part.start == 0 for part in step.parts))
     assert last == 461 and len(steps) - last == 214
-    assert round(17_258 / 32) == 539 and 539 + 128 == 667
+    assert round(17_258 / 32, 1) == 539.3 and -(-17_258 // 32) == 540 and 540 + 128 == 668
     assert sum(ch06.static_passes(lengths, 32)) == sum(step.num_tokens for step in steps) == 33_514
     assert 1008 - 675 == 333 and 128 * 128 == 16_384 and round(16_384 / 33_514, 3) == 0.489
-    says("17,258 / 32 = 539", "539 + 128 = 667", "Counted: 675", "1,008, 1.49 times", "from 46.5 % to 20.1 %",
+    says("17,258 / 32 = 539.3, so 540", "540 + 128 = 668", "Counted: 675", "1,008, 1.49 times", "from 46.5 % to 20.1 %",
          "pass 461", "the 214 after it", "each of 333 passes",
          "33,514 tokens that `ragged` computes, 16,384 are prompts: 48.9 %")
 
@@ -133,7 +133,7 @@ def test_a_preemption_survived(tiny_llama: LoadedModel) -> None:
 
 
 def test_the_watermark(tiny_llama: LoadedModel) -> None:
-    """A holds 2 of 10 blocks. B needs 7 for its prompt: one is left, and A soon takes it and wants more."""
+    """A takes its third of 10 blocks, B 7 for its prompt; then B needs an eighth, and is the youngest."""
     lengths = ((8, 12), (28, 2))
     without, with_it = (ch06.continuous(tiny_llama, lengths, 2, 10, arrivals=(0, 1), block_size=4, watermark=w)
                         for w in (0.0, 0.2))

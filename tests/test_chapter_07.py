@@ -165,7 +165,7 @@ def test_a_chat(tiny_llama: LoadedModel) -> None:
     assert without.counters.forward_passes == cached.counters.forward_passes == 128
     assert (ch07.SYSTEM, ch07.TURN, ch07.ANSWER, ch07.TURNS) == (64, 20, 16, 8)
     says("a system prompt of 64 tokens, questions of 20, answers of 16", "1,800", "In turn 8 it computes 351",
-         "the whole chat takes 408", "408 tokens instead of 1,800, and makes 128 passes either way")
+         "in blocks of 16, the whole chat takes 408", "408 tokens instead of 1,800, and makes 128 passes either way")
 
 
 def test_tokens_on_a_hit(tiny_llama: LoadedModel) -> None:

@@ -190,7 +190,7 @@ def test_the_youngest_is_preempted_and_comes_back_first() -> None:
 
 
 def test_the_watermark_keeps_room_for_those_who_run() -> None:
-    """10 blocks of 4. A holds 2 of them; B needs 7: it fits, but then nothing is left for A to grow into."""
+    """10 blocks of 4. A takes its third, B needs 7: it fits, but then nothing is left to grow into."""
     for watermark, preemptions in ((0.0, 1), (0.2, 0)):
         engine = script_engine(block_size=4, num_blocks=10, watermark=watermark)
         engine.add(a := request("a", 8, 12))
