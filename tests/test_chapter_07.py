@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,8 @@ def serve(model: LoadedModel, prompts: Sequence[Sequence[int]], max_tokens: int 
             raise RuntimeError("the pass failed")
         return forward(chunks)
 
-    setattr(engine.runner, "run", failing)  # noqa: B010 - mypy takes no plain assignment to a method
+    runner: Any = engine.runner
+    runner.run = failing
     requests = [Request(str(i), list(p), SamplingParams(max_tokens=max_tokens, ignore_eos=True), cache_salt=salt)
                 for i, (p, salt) in enumerate(zip(prompts, salts or [None] * len(prompts), strict=True))]
     errors, broken = list[str](), list[str]()

@@ -240,7 +240,6 @@ def _draw_slots(axes: Axes, run: Gantt, longest: int) -> None:
     axes.set(xlim=(0, longest * 1.01), ylim=(width - 0.5, -0.5))
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(left=False)
-    axes.tick_params(left=False)
 
 
 # --- what width buys -------------------------------------------------------------------------------------------------
