@@ -115,6 +115,27 @@ def test_a_step_interrupted_in_mid_forward_can_be_made_again(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", rows())
+def test_s9_an_interrupted_step_loses_no_aborts_event(row: str, tiny_llama: LoadedModel) -> None:
+    engine = build(row, tiny_llama)
+    for name in "ab":
+        engine.add(Request(name, [4, 5], SamplingParams(max_tokens=5)))
+    engine.step()
+    engine.abort("b")
+    interrupt = True
+
+    def interrupted(healthy: Callable[[], torch.Tensor], _: object) -> torch.Tensor:
+        if interrupt:
+            raise KeyboardInterrupt
+        return healthy()
+
+    replace_pass(engine, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    interrupt = False
+    assert [event.finish_reason for event in drain(engine) if event.request_id == "b"] == ["abort"]
+
+
+@pytest.mark.parametrize("row", rows())
 def test_s9_abort_at_any_moment(row: str, tiny_llama: LoadedModel) -> None:
     engine = build(row, tiny_llama)
     expected = outputs(build(row, tiny_llama), [[4, 5]], SamplingParams(max_tokens=5))[0]

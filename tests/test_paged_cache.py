@@ -202,14 +202,14 @@ def test_p4_a_given_number_of_blocks_is_kept_exactly(tiny_llama: LoadedModel) ->
 
 def test_p4_by_default_the_pool_is_what_can_be_used(tiny_llama: LoadedModel) -> None:
     engine = build("paged-b4", tiny_llama, max_model_len=100)
-    assert engine.pool_size.num_blocks == 25
-    assert str(engine.pool_size).endswith("(all that 400 tokens can need)")
+    assert engine.pool_size.num_blocks == 28, "7 blocks of 16 for each of 4 sequences"
+    assert str(engine.pool_size).endswith("(all that 4 x 100 tokens can need)")
 
 
 def test_p4_or_a_share_of_memory_if_that_is_less(smol: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """2 x 30 layers x 3 heads x 64 x 4 bytes a token; an eighth of 4 GB holds 678 blocks of 16."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"total": 4_000_000_000})())
-    size = pool_size(smol, 16, None, most_tokens=8192 * 4)
+    size = pool_size(smol, 16, None, num_seqs=4, max_model_len=8192)
     assert size.block_bytes == 16 * 2 * 30 * 3 * 64 * 4 == 737_280
     assert size.num_blocks == 500_000_000 // 737_280 == 678
     assert str(size) == "KV pool: 678 blocks of 16 tokens, 499.9 MB (12.5% of 4.0 GB RAM)"
@@ -218,7 +218,7 @@ def test_p4_or_a_share_of_memory_if_that_is_less(smol: LoadedModel, monkeypatch:
 def test_p4_on_cuda_the_free_memory_counts(tiny_llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000_000, 8_000_000))
     monkeypatch.setattr(tiny_llama, "device", torch.device("cuda"))
-    size = pool_size(tiny_llama, 16, None, most_tokens=10**6)
+    size = pool_size(tiny_llama, 16, None, num_seqs=10, max_model_len=10**5)
     assert size.num_blocks == int(1_000_000 * sizing.CUDA_SHARE) // size.block_bytes
     assert size.reason == "90.0% of 0.0 GB free GPU memory"
 

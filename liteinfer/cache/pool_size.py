@@ -27,11 +27,12 @@ class PoolSize:
                 f"{self.num_blocks * self.block_bytes / 1e6:,.1f} MB ({self.reason})")
 
 
-def pool_size(model: LoadedModel, block_size: int, num_blocks: int | None, most_tokens: int) -> PoolSize:
+def pool_size(model: LoadedModel, block_size: int, num_blocks: int | None, num_seqs: int, max_model_len: int
+              ) -> PoolSize:
     """A given number of blocks, exactly; else what a share of memory holds, and no more than can be used.
 
     Args:
-        most_tokens: as many as all sequences together can ever store.
+        num_seqs, max_model_len: at most so many sequences of so many tokens each are stored at a time.
 
     Raises:
         ValueError: num_blocks below 1, or a block_size that is no power of two.
@@ -39,7 +40,7 @@ def pool_size(model: LoadedModel, block_size: int, num_blocks: int | None, most_
     BlockPool(1 if num_blocks is None else num_blocks, block_size)           # refuses what no pool can be
     config = model.config
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_size * model.dtype.itemsize
-    block_bytes, most_blocks = per_token * block_size, -(-most_tokens // block_size)
+    block_bytes, most_blocks = per_token * block_size, num_seqs * -(-max_model_len // block_size)
     if num_blocks is not None:
         return PoolSize(num_blocks, block_size, block_bytes, "as given")
     if model.device.type == "cuda":
@@ -50,4 +51,4 @@ def pool_size(model: LoadedModel, block_size: int, num_blocks: int | None, most_
     if affordable < most_blocks:
         return PoolSize(max(1, affordable), block_size, block_bytes,
                         f"{share:.1%} of {memory / 1e9:,.1f} GB {what}")
-    return PoolSize(most_blocks, block_size, block_bytes, f"all that {most_tokens:,} tokens can need")
+    return PoolSize(most_blocks, block_size, block_bytes, f"all that {num_seqs} x {max_model_len:,} tokens can need")

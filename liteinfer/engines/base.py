@@ -120,6 +120,11 @@ class QueuedEngine(Engine):
     def finish(self, request_id: str, n_tokens: int) -> None:
         self._drop(request_id)
 
+    def take_aborted(self) -> list[TokenEvent]:
+        """The final events of the aborted. Called after the pass: an interrupted one must not lose them."""
+        events, self._aborted = self._aborted, []
+        return events
+
     def end(self, requests: list[Request]) -> None:
         """Take these out of `running`, all in one go."""
         self.running = [request for request in self.running if request not in requests]
@@ -156,12 +161,10 @@ class OneAtATime(QueuedEngine):
         """Logits [V] for the token after the last of `request.token_ids`."""
 
     def step(self) -> list[TokenEvent]:
-        events, self._aborted = self._aborted, []
         if not self.running and self.waiting:
             self.running.append(self.waiting.popleft())
-        if self.running:
-            events.append(self._advance(self.running[0]))
-        return events
+        events = [self._advance(self.running[0])] if self.running else []
+        return self.take_aborted() + events
 
     @torch.inference_mode()
     def _advance(self, request: Request) -> TokenEvent:

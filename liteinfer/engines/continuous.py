@@ -83,7 +83,7 @@ class ContinuousEngine(Engine):
         config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_prefill_chunk, watermark)
         self.llama = load_llama(model, linear)
         self.linear_path = linear.path(model.dtype, model.device)
-        self.pool_size = pool_size(model, block_size, num_blocks, max_num_seqs * self.max_model_len)
+        self.pool_size = pool_size(model, block_size, num_blocks, max_num_seqs, self.max_model_len)
         self.cache = paged_cache(model, self.pool_size, attention)
         self.scheduler = Scheduler(config, kv_manager(self.cache))
         self.runner = runner(self.llama, self.cache)

@@ -37,7 +37,7 @@ class PagedEngine(OneAtATime):
                  attention: PagedAttention = GatherSdpa()) -> None:  # noqa: B008 - stateless
         super().__init__(model, max_model_len)
         self.llama = load_llama(model, linear)
-        self.pool_size = pool_size(model, block_size, num_blocks, self.max_model_len)
+        self.pool_size = pool_size(model, block_size, num_blocks, 1, self.max_model_len)
         self.cache = paged_cache(model, self.pool_size, attention)
         self.linear_path = linear.path(model.dtype, model.device)
 

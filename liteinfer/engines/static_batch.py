@@ -48,10 +48,10 @@ class StaticBatch(QueuedEngine):
         """Before each pass, for each request. What is raised here is that request's own error."""
 
     def step(self) -> list[TokenEvent]:
-        events, self._aborted = self._aborted, []
         if not self.running:
             self._admit()
-        return events + (self._advance() if self.running else [])
+        events = self._advance() if self.running else []
+        return self.take_aborted() + events
 
     def _admit(self) -> None:
         """The longest head of the queue that fits; a request that would not fit alone was refused by `check`."""
@@ -184,7 +184,7 @@ class PagedStaticBatch(RaggedStaticBatch):
                  linear: LinearMaker = Packed(),  # noqa: B008 - stateless
                  attention: PagedAttention = GatherSdpa()) -> None:  # noqa: B008 - stateless
         super().__init__(model, max_num_seqs, max_model_len, linear)
-        self.pool_size = pool_size(model, block_size, num_blocks, max_num_seqs * self.max_model_len)
+        self.pool_size = pool_size(model, block_size, num_blocks, max_num_seqs, self.max_model_len)
         self.cache = paged_cache(model, self.pool_size, attention)
 
     def check(self, request: Request) -> None:
