@@ -34,6 +34,8 @@ def generate(
     top_p: Annotated[float, typer.Option(help="sample among the fewest tokens reaching this probability")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="make sampling repeatable")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on past the model's end of sequence")] = False,
+    draft: Annotated[str | None, typer.Option(help="who guesses tokens: ngram, early-exit:N, a model")] = None,
+    num_speculative_tokens: Annotated[int | None, typer.Option(help="the most tokens of a draft")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the completion as JSON")] = False,
@@ -44,7 +46,7 @@ def generate(
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
                             ignore_eos=ignore_eos)
-    llm = _llm(model, row, dtype, device, stats)
+    llm = _llm(model, row, dtype, device, stats, draft, num_speculative_tokens)
     completion = llm.generate(prompt, params)[0]
     if completion.error:
         raise ValueError(completion.error)
@@ -65,6 +67,8 @@ def chat(
     top_p: Annotated[float, typer.Option(help="sample among the fewest tokens reaching this probability")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="make sampling repeatable")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="show the KV pool, and times after each answer")] = False,
+    draft: Annotated[str | None, typer.Option(help="who guesses tokens: ngram, early-exit:N, a model")] = None,
+    num_speculative_tokens: Annotated[int | None, typer.Option(help="the most tokens of a draft")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda")] = None,
 ) -> None:
@@ -73,17 +77,18 @@ def chat(
     from liteinfer.terminal import Conversation
 
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    Conversation(_llm(model, row, dtype, device, stats), params, system, stats).loop()
+    Conversation(_llm(model, row, dtype, device, stats, draft, num_speculative_tokens), params, system, stats).loop()
 
 
-def _llm(model: str, row: str, dtype: str | None, device: str | None, stats: bool) -> LLM:
+def _llm(model: str, row: str, dtype: str | None, device: str | None, stats: bool, draft: str | None,
+         num_speculative_tokens: int | None) -> LLM:
     """Load, after saying why a GPU that is there is not used. With `stats`, say how large the KV pool is, and why."""
     from liteinfer.llm import LLM
     from liteinfer.loading import cuda_hint
 
     if device is None and (hint := cuda_hint()):
         typer.echo(hint, err=True)
-    llm = LLM(model, row=row, dtype=dtype, device=device)
+    llm = LLM(model, row=row, dtype=dtype, device=device, draft=draft, num_speculative_tokens=num_speculative_tokens)
     if stats and hasattr(llm.engine, "pool_size"):
         typer.echo(llm.engine.pool_size, err=True)
     return llm

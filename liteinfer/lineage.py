@@ -25,8 +25,8 @@ class Row:
 
     `parts` are the engine's constructor arguments that make it this row: an
     argument's name, and a "module:Class()" that is built for it, or a
-    "module:Class" that the engine builds itself. `needs` is what
-    a machine must have to run it: None, or "CUDA".
+    "module:Class" that the engine builds itself. `needs` is what it takes to run it
+    besides: None, "CUDA", or "a draft model".
     """
 
     name: str
@@ -79,6 +79,17 @@ LADDER: tuple[Row, ...] = (
         reference="vllm-continuous", widths=(32,),
         parts={"linear": "liteinfer.model.linear:Packed()", "attention": "liteinfer.cache.paged:GatherSdpa()",
                "kv_manager": "liteinfer.radix_manager:RadixManager"}),
+    Row("liteinfer-ngram", 8, "liteinfer.engines.continuous:ContinuousEngine",
+        "up to 4 tokens guessed from prompt and output, checked in one pass", improves_on="liteinfer-radix",
+        widths=(1, 32),
+        parts={"linear": "liteinfer.model.linear:Packed()", "attention": "liteinfer.cache.paged:GatherSdpa()",
+               "kv_manager": "liteinfer.radix_manager:RadixManager",
+               "drafter": "liteinfer.speculative.ngram:NgramDrafter"}),
+    Row("liteinfer-speculative", 8, "liteinfer.engines.continuous:ContinuousEngine",
+        "up to 4 tokens guessed by a draft model, checked in one pass", improves_on="liteinfer-radix",
+        widths=(1, 32), needs="a draft model",
+        parts={"linear": "liteinfer.model.linear:Packed()", "attention": "liteinfer.cache.paged:GatherSdpa()",
+               "kv_manager": "liteinfer.radix_manager:RadixManager"}),
 )
 
 DEFAULT = "liteinfer-continuous"   # what LLM and the command line use unless told otherwise
@@ -90,6 +101,7 @@ FILES: dict[str, int] = {
     "plots/__init__.py": 0, "plots/__main__.py": 0, "plots/ch01.py": 0, "plots/ch02.py": 0, "plots/ch03.py": 0,
     "plots/ch04.py": 0, "plots/ch05.py": 0, "plots/ch06.py": 0, "plots/ch07.py": 0, "trace.py": 0,
     "engines/__init__.py": 0, "model/__init__.py": 0, "cache/__init__.py": 0, "kernels/__init__.py": 0,
+    "speculative/__init__.py": 0, "speculative/choose.py": 8,
     "request.py": 1, "sampling.py": 1, "engines/base.py": 1, "engines/no_cache.py": 1,
     "engines/dynamic_cache.py": 2,
     "model/layout.py": 3, "model/rope.py": 3, "model/linear.py": 3, "model/llama.py": 3,
@@ -99,6 +111,8 @@ FILES: dict[str, int] = {
     "engines/static_batch.py": 5,
     "scheduler.py": 6, "kv_manager.py": 6, "runner.py": 6, "engines/continuous.py": 6,
     "cache/radix.py": 7, "radix_manager.py": 7,
+    "speculative/verify.py": 8, "speculative/drafter.py": 8, "speculative/ngram.py": 8,
+    "speculative/draft_model.py": 8, "speculative/early_exit.py": 8,
 }
 # These may name any chapter's files: the ladder, its two front doors, and the pictures drawn from live engines.
 EXEMPT = ("lineage.py", "llm.py", "cli.py", "terminal.py",
@@ -106,10 +120,10 @@ EXEMPT = ("lineage.py", "llm.py", "cli.py", "terminal.py",
 
 
 def missing(row: Row) -> str | None:
-    """What this machine lacks to run the row, in a few words; None if it can."""
-    if row.needs == "CUDA" and not torch.cuda.is_available():
-        return "needs CUDA"
-    return None
+    """What is lacking to run the row, in a few words; None if it can be run as it is."""
+    if row.needs is None or (row.needs == "CUDA" and torch.cuda.is_available()):
+        return None
+    return f"needs {row.needs}"
 
 
 def find(name: str) -> Row:
@@ -128,12 +142,18 @@ def build(row: Row, model: LoadedModel, **settings: Any) -> Engine:
     """Make the row's engine over a loaded model.
 
     Args:
-        settings: the engine's own (max_model_len, ...); max_num_seqs is the row's widest width unless given.
+        settings: the engine's own (max_model_len, ...), also in the place of a part; max_num_seqs is the
+            row's widest width unless given.
+
+    Raises:
+        ValueError: the row needs a draft model, and no `drafter` is given.
     """
+    if row.needs == "a draft model" and "drafter" not in settings:
+        raise ValueError(f"row {row.name} needs a draft model: give draft, a model's name, a folder or a hub id")
     if max(row.widths) > 1:
         settings = {"max_num_seqs": max(row.widths)} | settings
     parts = {argument: _resolve(part) for argument, part in row.parts.items()}
-    return _resolve(row.engine)(model, **parts, **settings)
+    return _resolve(row.engine)(model, **(parts | settings))
 
 
 def _resolve(path: str) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -18,6 +18,7 @@ from liteinfer.detokenizer import TextOutput
 from liteinfer.engines.base import run
 from liteinfer.loading import LoadedModel, load_model
 from liteinfer.request import Completion, FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
+from liteinfer.speculative.choose import drafter
 
 Prompt = str | Sequence[int]
 
@@ -45,6 +46,9 @@ class LLM:
         model: a model's name, a folder, a hub id, or an already loaded model.
         row: which rung of the ladder; the newest unless told otherwise.
         max_model_len: the most tokens, prompt plus output, of one request.
+        draft: who guesses tokens: "ngram", "early-exit:N" (the model's first N layers), or a draft model;
+            for rows that run continuously.
+        num_speculative_tokens: the most tokens of a draft, 4 unless given.
         dtype, device: as in `load_model`.
 
     Raises:
@@ -52,11 +56,13 @@ class LLM:
     """
 
     def __init__(self, model: str | LoadedModel = "smollm2-135m", row: str = lineage.DEFAULT, *,
-                 max_model_len: int | None = None, dtype: str | torch.dtype | None = None,
+                 max_model_len: int | None = None, draft: str | None = None,
+                 num_speculative_tokens: int | None = None, dtype: str | torch.dtype | None = None,
                  device: str | torch.device | None = None) -> None:
         self.row = lineage.find(row)   # an unknown row is refused before anything is loaded
+        part = _drafter(self.row, draft, num_speculative_tokens)
         self.model = model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype, device=device)
-        self.engine = lineage.build(self.row, self.model, max_model_len=max_model_len)
+        self.engine = lineage.build(self.row, self.model, max_model_len=max_model_len, **part)
         self._ids = count()
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
@@ -77,7 +83,10 @@ class LLM:
             completion.token_ids.extend(delta.token_ids)
             completion.logprobs.extend(delta.logprobs)
             completion.finish_reason, completion.error = delta.finish_reason, delta.error
-            completion.num_cached_tokens = requests[delta.index].num_cached_tokens or 0
+        for completion, request in zip(completions, requests, strict=True):
+            completion.num_cached_tokens = request.num_cached_tokens or 0
+            completion.num_drafted_tokens = request.num_drafted_tokens
+            completion.num_accepted_tokens = request.num_accepted_tokens
         return completions
 
     def stream(self, prompts: Prompt | Sequence[Prompt],
@@ -133,6 +142,18 @@ class LLM:
             self.engine.finish(event.request_id, output.n_tokens)
             reason = "stop"
         return Delta(index, text, event.token_ids[:kept], reason, event.error, event.logprobs[:kept])
+
+
+def _drafter(row: lineage.Row, draft: str | None, num_speculative_tokens: int | None) -> dict[str, Any]:
+    """The engine's argument for these; none if the row is to have its own, or none. Raises ValueError for a bad one."""
+    if draft is None and num_speculative_tokens is None:
+        return {}
+    if draft is None and "drafter" not in row.parts:
+        raise ValueError(f"num_speculative_tokens {num_speculative_tokens} needs a draft, and row {row.name} has none")
+    if row.engine != lineage.find("continuous").engine:
+        raise ValueError(f"draft {draft!r} needs a row that runs continuously, as liteinfer-radix does, and "
+                         f"{row.name} does not")
+    return {"drafter": drafter(draft or "ngram", 4 if num_speculative_tokens is None else num_speculative_tokens)}
 
 
 def _each(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -93,6 +93,8 @@ class Request:
     cache_salt: str | None = None   # a prefix cache shares only between requests with the same one
     num_computed_tokens: int = 0    # kept by a scheduler: of token_ids, those whose keys and values are stored
     num_cached_tokens: int | None = None   # of the prompt, those found stored when it was first admitted
+    num_drafted_tokens: int = 0     # guesses that were checked in a pass
+    num_accepted_tokens: int = 0    # those of them that stood
     generator: torch.Generator = field(init=False, default_factory=torch.Generator, repr=False)
 
     def __post_init__(self) -> None:
@@ -165,6 +167,8 @@ class Completion:
     error: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int = 0   # prompt tokens whose keys and values were found in a prefix cache
+    num_drafted_tokens: int = 0   # guesses that were checked, and
+    num_accepted_tokens: int = 0  # those of them that stood
 
 
 @dataclass
@@ -182,6 +186,8 @@ class Counters:
     idle_slots: int = 0       # those of them that no request took
     prompt_tokens: int = 0    # of requests, when they were first admitted
     prefix_hit_tokens: int = 0  # those of them whose keys and values were found stored
+    drafted_tokens: int = 0   # guesses that were checked in a pass
+    accepted_tokens: int = 0  # those of them that stood
     preemptions: int = 0      # times a running request lost its blocks and had to be computed again
 
 

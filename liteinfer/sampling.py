@@ -22,15 +22,23 @@ def sample(logits: Tensor, request: Request) -> int:
     Raises:
         FloatingPointError: a logit is NaN, or none is finite. argmax would quietly answer.
     """
+    check(logits)
+    if request.params.temperature == 0:
+        return int(logits.argmax())
+    return pick(processed_probs(logits, request.params), uniform(request))
+
+
+def check(logits: Tensor) -> None:
+    """Refuse logits [V] from which no token can be chosen. Raises FloatingPointError."""
     if not logits.max().isfinite():   # the maximum of anything with a NaN is NaN
         wrong = int(logits.isnan().sum())
         raise FloatingPointError(f"{wrong} of {logits.numel()} logits are NaN" if wrong else
                                  f"the largest of {logits.numel()} logits is {float(logits.max())}")
-    if request.params.temperature == 0:
-        return int(logits.argmax())
-    probs = processed_probs(logits, request.params)                          # [V]
-    draw = torch.rand((), dtype=torch.float64, generator=request.generator)
-    return pick(probs, float(draw))
+
+
+def uniform(request: Request) -> float:
+    """The next number in [0, 1) of the request's own generator."""
+    return float(torch.rand((), dtype=torch.float64, generator=request.generator))
 
 
 def processed_probs(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -116,6 +116,8 @@ class Scheduler:
                 continue
             others = len(self.running) - place - 1                           # keep a token for each of them
             chunk = self._chunk(request, budget - others, (drafts or {}).get(request.request_id, ()))
+            if chunk.draft and not self.kv.allocate(request, chunk.start + chunk.num_tokens):
+                chunk = self._chunk(request, budget - others)                # a guess is worth no preemption
             if self._make_room(request, chunk.start + chunk.num_tokens, preempted):
                 chunks.append(chunk)
                 budget -= chunk.num_tokens
@@ -136,8 +138,7 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _chunk(self, request: Request, budget: int, draft: Sequence[int] = ()) -> Chunk:
-        start = request.num_computed_tokens
-        missing = request.num_tokens - start
+        start, missing = request.num_computed_tokens, request.num_tokens - request.num_computed_tokens
         own = min(missing, budget, self.config.max_prefill_chunk or budget)
         draft = tuple(draft)[:budget - own] if own == missing else ()
         return Chunk(request, start, own + len(draft), draft, num_logits=1 + len(draft) if own == missing else 0)

@@ -23,6 +23,12 @@ class Part:
     start: int           # its tokens computed before the step
     num_tokens: int      # computed in it
     new_tokens: int      # given out at the end of it: 0 in the middle of a prompt
+    draft: tuple[int, ...] = ()   # the last of the tokens computed, if they were only guessed
+
+    @property
+    def what(self) -> str:
+        """The name of its kind of work."""
+        return "verify" if self.draft else "decode" if self.num_tokens == 1 and self.start else "prefill"
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class StepTrace:
         """Keep a step that began at `started_at` and ends now: the scheduler's plan, and what came of it."""
         given = {event.request_id: len(event.token_ids) for event in events}
         parts = tuple(Part(chunk.request.request_id, chunk.start, chunk.num_tokens,
-                           given.get(chunk.request.request_id, 0)) for chunk in plan.chunks)
+                           given.get(chunk.request.request_id, 0), chunk.draft) for chunk in plan.chunks)
         self.steps.append(StepRecord(started_at, self.clock(), parts, blocks_used, len(scheduler.running),
                                      len(scheduler.waiting), tuple(r.request_id for r in plan.preempted)))
 
@@ -84,9 +90,8 @@ class StepTrace:
             at, lasts = (step.started_at - begin) * 1e6, (step.ended_at - step.started_at) * 1e6
             for part in step.parts:
                 lane = lanes.setdefault(part.request_id, len(lanes) + 1)
-                what = "decode" if part.num_tokens == 1 and part.start else "prefill"
-                events.append({"name": f"{what} {part.num_tokens}", "cat": what, "ph": "X", "pid": 0, "tid": lane,
-                               "ts": at, "dur": lasts, "args": {"step": number, "start": part.start,
+                events.append({"name": f"{part.what} {part.num_tokens}", "cat": part.what, "ph": "X", "pid": 0,
+                               "tid": lane, "ts": at, "dur": lasts, "args": {"step": number, "start": part.start,
                                                                 "new tokens": part.new_tokens}})
             events += [{"name": "preempted", "ph": "i", "s": "t", "pid": 0, "tid": lanes.get(request_id, 0), "ts": at}
                        for request_id in step.preempted]

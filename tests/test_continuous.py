@@ -256,7 +256,7 @@ class Oracle(NoDrafter):
 def test_drafted_tokens_are_fed_checked_and_taken_back(wrong_every: int, pool: dict) -> None:
     """The engine's part of chapter 8: k + 1 tokens in a step, the budget counts them, refused ones are forgotten."""
     drafter = Oracle(3, wrong_every)
-    engine = script_engine(drafter=drafter, max_num_batched_tokens=12, max_num_seqs=4, **pool)
+    engine = script_engine(drafter=lambda engine: drafter, max_num_batched_tokens=12, max_num_seqs=4, **pool)
     requests = [request("a", 5, 9), request("b", 8, 12), request("c", 3, 1),
                 request("d", 2, 11, stop_token_ids=(scripted("d", 4),))]
     for each in requests:

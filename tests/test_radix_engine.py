@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from liteinfer.engines.continuous import ContinuousEngine
+from liteinfer.engines.continuous import ContinuousEngine, NoDrafter
 from liteinfer.llm import LLM
 from liteinfer.loading import LoadedModel
 from liteinfer.radix_manager import RadixManager
@@ -185,7 +185,7 @@ def test_x11_tenants_do_not_see_each_others_prompts() -> None:
 @pytest.mark.parametrize("drafter", [None, Oracle(3, 1)], ids=["plain", "always wrong drafts"])
 def test_x12_the_unwritten_last_token_and_refused_drafts_are_not_published(drafter: Oracle | None) -> None:
     """4 + 4 tokens, 7 of them stored: one whole block."""
-    engine = radix_engine(drafter=drafter)
+    engine = radix_engine(drafter=NoDrafter if drafter is None else lambda engine: drafter)
     first = ask(engine, "first", [1, 2, 3, 4], max_tokens=4)
     again = ask(engine, "again", [*first.token_ids, 9], max_tokens=4)
     assert again.num_cached_tokens == 4
@@ -273,10 +273,11 @@ def random_run(seed: int) -> Counter:
     rng = random.Random(seed)
     seqs = rng.randint(1, 6)
     budget = rng.randint(seqs, seqs + 16)
+    oracle = Oracle(rng.randint(1, 3), rng.randint(1, 4))
     engine = radix_engine(block_size=rng.choice([1, 2, 4, 8]), num_blocks=rng.randint(8, 50), max_num_seqs=seqs,
                           max_num_batched_tokens=budget, max_prefill_chunk=rng.choice([None, rng.randint(1, budget)]),
                           watermark=rng.choice([0.0, 0.01, 0.2]),
-                          drafter=rng.choice([None, None, Oracle(rng.randint(1, 3), rng.randint(1, 4))]))
+                          drafter=rng.choice([NoDrafter, NoDrafter, lambda engine: oracle]))
     waiting = [Request(f"r{i}", prompt, SamplingParams(max_tokens=rng.randint(1, 12)),
                        cache_salt=rng.choice([None, None, "a"]))
                for i, prompt in enumerate(overlapping(rng, rng.randint(2, 10)))]

@@ -49,6 +49,9 @@ class Drafter(Protocol):
 class NoDrafter(Drafter):
     """Guesses nothing; a request takes the token sampled from its one row of logits."""
 
+    def __init__(self, engine: ContinuousEngine) -> None:
+        """A drafter may look at the engine it is of; this one need not."""
+
     def propose(self, requests: Sequence[Request]) -> Mapping[str, Sequence[int]]:
         return {}
 
@@ -77,8 +80,8 @@ class ContinuousEngine(Engine):
                  max_num_batched_tokens: int = 512, max_prefill_chunk: int | None = None, watermark: float = 0.01,
                  num_blocks: int | None = None, block_size: int = 16,
                  linear: LinearMaker = Packed(), attention: PagedAttention = GatherSdpa(),  # noqa: B008 - stateless
-                 kv_manager: Callable[[PagedCache], KVManager] = KVManager, drafter: Drafter | None = None,
-                 runner: type[Runner] = Runner, trace: StepTrace | None = None) -> None:
+                 kv_manager: Callable[[PagedCache], KVManager] = KVManager, runner: type[Runner] = Runner,
+                 drafter: Callable[[ContinuousEngine], Drafter] = NoDrafter, trace: StepTrace | None = None) -> None:
         super().__init__(model, max_model_len)
         config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_prefill_chunk, watermark)
         self.llama = load_llama(model, linear)
@@ -87,9 +90,8 @@ class ContinuousEngine(Engine):
         self.cache = paged_cache(model, self.pool_size, attention)
         self.scheduler = Scheduler(config, kv_manager(self.cache))
         self.runner = runner(self.llama, self.cache)
-        self.drafter = drafter or NoDrafter()
-        self.trace = trace
-        self._aborted: list[TokenEvent] = []
+        self.trace, self._aborted = trace, list[TokenEvent]()
+        self.drafter = drafter(self)
 
     def check(self, request: Request) -> None:
         """Besides the contract's: refuse a request that the whole pool could not hold."""
@@ -182,5 +184,4 @@ class ContinuousEngine(Engine):
             self.counters.prefix_hit_tokens += request.num_cached_tokens
 
     def _find(self, request_id: str) -> Request | None:
-        everybody = (*self.scheduler.running, *self.scheduler.waiting)
-        return next((request for request in everybody if request.request_id == request_id), None)
+        return next((r for r in (*self.scheduler.running, *self.scheduler.waiting) if r.request_id == request_id), None)
