@@ -50,6 +50,7 @@ def verify_one(logits: Tensor, guess: int, request: Request, q: Tensor | None) -
         return sample(logits, request)   # to keep x with probability p(x), draw from p and see whether it is x
     check(logits)
     p = processed_probs(logits, request.params)                              # [V]
-    if uniform(request) * float(q[guess]) < float(p[guess]):
+    residual = (p - q).clamp(min=0)                                          # [V]
+    if uniform(request) * float(q[guess]) < float(p[guess]) or not residual.any():   # rounding may leave p = q nothing
         return guess
-    return pick((p - q).clamp(min=0), uniform(request))
+    return pick(residual, uniform(request))
