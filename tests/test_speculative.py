@@ -39,8 +39,8 @@ DRAFTS = ("ngram", "copy", "other", "early-exit")
 
 def make(name: str, model: LoadedModel, k: int = 4, **options: Any) -> MakeDrafter:
     """The drafter of this name: a copy of the target, another model, ..."""
-    if name == "ngram":   # n from 1: tiny models seldom repeat two tokens
-        return partial(NgramDrafter, num_speculative_tokens=k, prompt_lookup_min=1, **options)
+    if name == "ngram":
+        return partial(NgramDrafter, num_speculative_tokens=k, **options)
     if name == "early-exit":
         return partial(EarlyExitDrafter, layers=1, num_speculative_tokens=k, **options)
     other = tiny_model("llama", seed=5) if name == "other" else model
@@ -338,11 +338,12 @@ def follows(ids: list[int], count: int = 4, sizes: range = range(1, 4)) -> list[
 
 
 def test_the_longest_match_wins_and_then_the_latest() -> None:
-    assert follows([5, 6, 7, 8, 9, 5, 6]) == [7, 8, 9, 5]
+    assert follows([5, 6, 7, 8, 9, 5, 6]) == [7, 8, 9], "two tokens match, so three are copied"
     assert follows([1, 2, 3, 9, 2, 3, 8, 4, 1, 2, 3], 2) == [9, 2], "three tokens match, though two did later"
     assert follows([2, 3, 9, 2, 3, 8, 4, 2, 3], 1) == [8], "the latest of two"
     assert follows([1, 2, 3, 4]) == [], "the last token is not its own earlier occurrence"
-    assert follows([4, 4]) == [4, 4, 4, 4], "it runs on into what it has copied"
+    assert follows([5, 6, 7, 8, 9, 1, 5, 6, 7]) == [8, 9, 1, 5]
+    assert follows([4, 4]) == [4, 4], "it runs on into what it has copied"
     assert follows([7, 1, 7], sizes=range(2, 4)) == []
     assert follows([7]) == []
 
@@ -360,9 +361,9 @@ def test_an_index_that_grew_knows_what_a_new_one_knows() -> None:
 def test_d7_nothing_is_proposed_after_an_eos(tiny_llama: LoadedModel) -> None:
     eos, prompt = 12, [7, 12, 9, 9, 7]
     model = altered(tiny_llama, eos_token_ids=(eos,))
-    lookup = partial(NgramDrafter, prompt_lookup_min=1, prompt_lookup_max=1)
+    lookup = partial(NgramDrafter, prompt_lookup_max=1)
     for params, proposed in ((SamplingParams(max_tokens=12), [eos]),
-                             (SamplingParams(max_tokens=12, ignore_eos=True), [eos, 9, 9, 7]),
+                             (SamplingParams(max_tokens=12, ignore_eos=True), [eos, 9]),
                              (SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=(9,)), [eos, 9])):
         engine = build("radix", model, drafter=lookup)
         each = Request("a", prompt[:-1], params, output_token_ids=[7], num_computed_tokens=4)
@@ -459,8 +460,8 @@ def test_x12_refused_drafts_are_not_published() -> None:
 def test_a_draft_that_blocks_are_short_for_is_dropped_before_anybody_is_preempted() -> None:
     """A pool of 6 blocks of 4: `a` needs 2, and while it runs `b` needs 3, but with a draft of 12 tokens up to 5."""
     counted = []
-    for drafter in (partial(ScriptDrafter, k=12, wrong_every=1), NoDrafter):
-        engine = script_engine(drafter=drafter, num_blocks=6, block_size=4, watermark=0.0)
+    for each_drafter in (partial(ScriptDrafter, k=12, wrong_every=1), NoDrafter):
+        engine = script_engine(drafter=each_drafter, num_blocks=6, block_size=4, watermark=0.0)
         requests = [Request(name, [1] * 4, SamplingParams(max_tokens=n)) for name, n in (("a", 5), ("b", 20))]
         for each in requests:
             engine.add(each)
@@ -627,7 +628,7 @@ def random_run(seed: int) -> Counter:
     budget = rng.randint(seqs, seqs + 16)
     choices: list[Callable[[ContinuousEngine], SpeculativeDrafter]] = [
         partial(ScriptDrafter, k=rng.randint(1, 6), wrong_every=rng.randint(1, 5)),
-        partial(NgramDrafter, num_speculative_tokens=rng.randint(1, 4), prompt_lookup_min=1)]
+        partial(NgramDrafter, num_speculative_tokens=rng.randint(1, 4))]
     engine = script_engine(drafter=rng.choice(choices), kv_manager=rng.choice([KVManager, RadixManager]),
                            block_size=rng.choice([1, 2, 4, 8]), num_blocks=rng.randint(8, 50), max_num_seqs=seqs,
                            max_num_batched_tokens=budget, max_prefill_chunk=rng.choice([None, rng.randint(1, budget)]),

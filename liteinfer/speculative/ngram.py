@@ -2,9 +2,11 @@
 
 Prompt lookup (Saxena 2023; vLLM's "ngram"): the request's last n tokens are
 looked for earlier in its own prompt and output, longest n first, and what
-followed them the latest time is the draft.
+followed them the latest time is the draft. The longer the match, the further it
+is trusted: for n tokens that match, at most n + 1 are copied.
 
-    n = 2    5 6 7 8 9 5 6     ->  7 8 9 5      (the draft may run on into what it copied)
+    5 6 7 8 9 5 6     5 6 matched, so the draft is 7 8 9
+    4 4               4 matched, so the draft is 4 4: it runs on into what it copied
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ class NgramIndex:
         self.indexed = len(ids) - 1
 
     def follows(self, ids: list[int], count: int) -> list[int]:
-        """The `count` tokens that followed the longest known n-gram at the end of ids; none if none is known."""
+        """What followed the longest known n-gram at the end of ids, at most `count` or n + 1 tokens; none if none is."""
         for n in reversed(self.sizes):
             if n <= len(ids) and (start := self.ends.get(tuple(ids[-n:]))) is not None:
                 text = list(ids)
-                for i in range(start, start + count):
+                for i in range(start, start + min(count, n + 1)):
                     text.append(text[i])
                 return text[len(ids):]
         return []
@@ -48,7 +50,7 @@ class NgramDrafter(SpeculativeDrafter):
     """Prompt lookup, n from prompt_lookup_max down to prompt_lookup_min."""
 
     def __init__(self, engine: ContinuousEngine, num_speculative_tokens: int = 4, pause: Pause | None = None,
-                 prompt_lookup_min: int = 2, prompt_lookup_max: int = 4) -> None:
+                 prompt_lookup_min: int = 1, prompt_lookup_max: int = 4) -> None:
         super().__init__(engine, num_speculative_tokens, pause)
         if not 1 <= prompt_lookup_min <= prompt_lookup_max:
             raise ValueError(f"prompt_lookup_min {prompt_lookup_min} must be from 1 to prompt_lookup_max "
