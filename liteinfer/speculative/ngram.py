@@ -36,7 +36,7 @@ class NgramIndex:
         self.indexed = len(ids) - 1
 
     def follows(self, ids: list[int], count: int) -> list[int]:
-        """What followed the longest known n-gram at the end of ids, at most `count` or n + 1 tokens; none if none is."""
+        """What followed the longest known n-gram at the end of ids: at most `count` tokens, and n + 1."""
         for n in reversed(self.sizes):
             if n <= len(ids) and (start := self.ends.get(tuple(ids[-n:]))) is not None:
                 text = list(ids)
