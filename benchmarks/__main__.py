@@ -34,21 +34,25 @@ def run(
     rate: Annotated[float | None, typer.Option(help="requests per second of the throughput pass, which then arrive "
                                                "by themselves, instead of all at once")] = None,
     width: Annotated[int | None, typer.Option(help="only this width, of the rows that have it")] = None,
+    draft: Annotated[str | None, typer.Option(help="the draft model of liteinfer-speculative: a name, a folder or a "
+                                              "hub id; without it that row is skipped")] = None,
     model: Model = "smollm2-135m",
     dtype: Dtype = None,
     device: Device = None,
 ) -> None:
     """Run rows in turn and write one result file."""
-    from benchmarks.run import runnable
+    from benchmarks.drafts import check_named
+    from benchmarks.run import NEEDS_DRAFT, runnable
     from benchmarks.workloads import find_shape
 
     workload = find_shape(shape).override(isl, osl, prompts, rate)
     chosen = entries(rows, width)
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
-    runnable(chosen)   # or there is nothing to load a model for
+    check_named(draft, [entry.row.name for entry in chosen if entry.row.needs == NEEDS_DRAFT])
+    runnable(chosen, draft)   # or there is nothing to load a model for
     path = command.writable(out or command.LOCAL / f"{shape}{f'-rate{rate:g}' if rate else ''}.json")
-    result = measure(command.load(model, dtype, device), chosen, workload, rounds, path)
+    result = measure(command.load(model, dtype, device), chosen, workload, rounds, path, draft)
     command.conclude(result, path)
 
 
@@ -137,7 +141,8 @@ def entries(names: str, width: int | None = None) -> list[Entry]:
     return found
 
 
-def measure(model: LoadedModel, chosen: Sequence[Entry], shape: Shape, rounds: int, path: Path) -> dict[str, Any]:
+def measure(model: LoadedModel, chosen: Sequence[Entry], shape: Shape, rounds: int, path: Path,
+            draft: str | None = None) -> dict[str, Any]:
     """Say what the machine allows, then run. Progress goes to stderr."""
     from statistics import mean
 
@@ -152,11 +157,11 @@ def measure(model: LoadedModel, chosen: Sequence[Entry], shape: Shape, rounds: i
         typer.echo(line)
     tokens = {"latency": sum(lengths)}
     stages = []
-    for entry in runnable(chosen):
+    for entry in runnable(chosen, draft):
         tokens["throughput"] = sum(map(shape.output_length, range(shape.prompts_at(entry.width))))
         stages += [((entry.row.name, entry.width, what), tokens[what]) for what in PASSES]
     with Show(Console(stderr=True), stages, rounds) as watch:
-        return Bench(model, chosen, shape, rounds, facts, watch, path).run()
+        return Bench(model, chosen, shape, rounds, facts, watch, path, draft=draft).run()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -27,7 +27,11 @@ KINDS = {
     "sharing": ("benchmarks.sharing", "benchmarks.scenarios", "benchmarks.radix", "benchmarks.stopwatch",
                 "benchmarks.measurement"),
     "overhead": ("benchmarks.overhead", "benchmarks.radix", "benchmarks.stopwatch", "benchmarks.measurement"),
+    "speculative": ("benchmarks.speculative", "benchmarks.speculative_cases", "benchmarks.drafts",
+                    "benchmarks.chats", "benchmarks.repetition", "benchmarks.radix", "benchmarks.measurement"),
 }
+DATA = {"speculative": "benchmarks/data/speculative.json"}   # what a kind of result is measured on besides TEXT
+DRAFTERS = "liteinfer.speculative.choose"                     # runs in a row that names no drafter of its own
 EXCLUDED = ("liteinfer.lineage",)
 TEXT = "benchmarks/data/prose.txt"
 
@@ -37,12 +41,15 @@ def row_hash(row: Row, root: Path | None = None) -> str:
     root = root or ROOT
     entry = (row.name, row.engine, sorted(row.parts.items()), row.widths)
     modules = [target.partition(":")[0] for target in (row.engine, *row.parts.values())]
+    modules += [DRAFTERS] if row.needs == "a draft model" else []
     return _hash([repr(entry), *_files((*modules, *RUNNER), root), (root / TEXT).read_text(encoding="utf-8")])
 
 
 def kind_hash(kind: str, root: Path | None = None) -> str:
-    """The hash of the code that makes a kind of result; what it measures of rows is in the rows' own hashes."""
-    return _hash(_files(KINDS[kind], root or ROOT))
+    """The hash of the code that makes a kind of result, and of its prompts; the rows have hashes of their own."""
+    root = root or ROOT
+    data = [(root / DATA[kind]).read_text(encoding="utf-8")] if kind in DATA else []
+    return _hash([*_files(KINDS[kind], root), *data])
 
 
 def _files(modules: Iterable[str], root: Path) -> Iterator[str]:

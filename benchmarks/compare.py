@@ -101,6 +101,11 @@ class Book:
         found = [e for e in self.entries if e.name == name and (e.width == entry.width or not same_width)]
         return min(found, key=lambda e: (e.width != entry.width, e.result is not entry.result, -e.width), default=None)
 
+    def base(self, entry: Entry, what: str) -> Entry | None:
+        """The row it improves on; for the throughput of a row of several widths, only one of the same width."""
+        several = any(row.name == entry.name and len(row.widths) > 1 for row in LADDER)
+        return self.beside(entry, entry.row.get("improves_on"), same_width=several and what == "throughput")
+
     def reference(self, entry: Entry) -> Entry | None:
         return self.beside(entry, entry.row.get("reference"), same_width=True)
 
@@ -145,11 +150,17 @@ class Book:
         """How many times better `entry` is than `other` on the metric at `path`."""
         return self.ratio(other, entry, path) if lower_is_better else self.ratio(entry, other, path)
 
+    def name(self, entry: Entry) -> str:
+        """The row's name in a note, with its width if it is here at several."""
+        several = any(e.name == entry.name and e.width != entry.width for e in self.entries)
+        return f"{entry.name} at width {entry.width}" if several else entry.name
+
     def label(self, entry: Entry, what: str = "throughput") -> str:
         """The row's cell: its name, and whatever sets it apart from the strip on top."""
         prompts, usual = entry.get(f"prompts.{what}"), dig(entry.result, f"workload.{what}_prompts")
         twin = any(e is not entry and (e.name, e.width) == (entry.name, entry.width) for e in self.entries)
         apart = [f"width {entry.width}" if entry.width > 1 else "",
+                 f"draft {draft}" if (draft := entry.get("draft")) else "",
                  f"{prompts} prompt{'s'[:prompts != 1]}" if prompts not in (None, usual) else "",
                  str(entry.result.get("source", "")) if twin else ""]
         inside = ", ".join(part for part in apart if part)

@@ -1,4 +1,4 @@
-"""The commands that measure something else than whole rows: memory, widths, and what a prefix cache does."""
+"""The commands that measure something else than whole rows: memory, widths, a prefix cache, drafts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.command import Device, Dtype, Model, Out
 
 
 def add(app: typer.Typer) -> None:
-    for each in (memory, widths, radix, sharing, overhead):
+    for each in (memory, widths, radix, sharing, overhead, speculative):
         app.command()(each)
 
 
@@ -139,4 +139,37 @@ def overhead(
     stages = [((row.name, 1, PASS), sequences * osl) for row in chosen]
     with Show(Console(stderr=True), stages, rounds) as watch:
         result = Overhead(loaded, chosen, sequences, isl, osl, rounds, machine.facts(loaded.device), watch, path).run()
+    command.conclude(result, path)
+
+
+def speculative(
+    drafts: Annotated[str, typer.Option(help="who guesses: NAME@K with up to K tokens, NAME being ngram, early-exit:N "
+                                             "(the model's first N layers) or a draft model; +pause behind it ends a "
+                                             "request's drafts when they do not pay")]
+    = "ngram@4,ngram@2,ngram@2+pause,early-exit:15@4",
+    pause_cost: Annotated[float, typer.Option(help="what a drafted token is taken to cost, drafting and checking, as a "
+                                                   "share of a step without drafts: +pause ends drafts of which a "
+                                                   "smaller share is accepted")] = 0.1,
+    kinds: Annotated[str, typer.Option(help="of prompts, separated by commas")] = "code,json,conversation",
+    widths: Annotated[str, typer.Option(help="requests in flight, separated by commas; 1 must be among them")] = "1,32",
+    max_tokens: Annotated[int, typer.Option(help="of every output, which may end before")] = 128,
+    limit: Annotated[int | None, typer.Option(help="only the first prompts of each kind, for a quick look")] = None,
+    rounds: Annotated[int, typer.Option(help="rounds; the drafts take turns in each")] = 1,
+    out: Out = command.LOCAL / "speculative.json",
+    model: Model = "smollm2-135m", dtype: Dtype = None, device: Device = None,
+) -> None:
+    """Measure what guessing tokens ahead gains and costs, on three kinds of prompts."""
+    from benchmarks import chats, machine
+    from benchmarks.drafts import variants
+    from benchmarks.progress import Show
+    from benchmarks.speculative import Speculative, check_sizes, stages
+
+    chosen, counts = variants(drafts, pause_cost), command.numbers("widths", widths)
+    check_sizes(counts, max_tokens, rounds)
+    messages = chats.chosen(kinds, limit)
+    path, loaded = command.writable(out), command.load(model, dtype, device)
+    prompts = chats.encode(loaded, messages)
+    with Show(Console(stderr=True), stages(prompts, chosen, counts, max_tokens), rounds) as watch:
+        result = Speculative(loaded, chosen, prompts, counts, max_tokens, rounds, machine.facts(loaded.device), watch,
+                             path).run()
     command.conclude(result, path)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from benchmarks.codehash import kind_hash
 from benchmarks.result_file import Result, head, save
-from benchmarks.run import Watch, take_turns
+from benchmarks.run import BLOCK_SIZE, Watch, take_turns
 from liteinfer import lineage
 from liteinfer.lineage import LADDER, Row
 from liteinfer.loading import LoadedModel
+from liteinfer.request import Request, SamplingParams
+
+T = TypeVar("T")
 
 
 class Measurement(ABC):
@@ -30,6 +33,11 @@ class Measurement(ABC):
     @abstractmethod
     def turns(self) -> Sequence[Any]:
         """What takes turns: each has `label`, `rounds` and `stopped`."""
+
+    @property
+    def listed(self) -> Sequence[Any]:
+        """What is listed as skipped if it has shown nothing: what takes turns."""
+        return self.turns
 
     @abstractmethod
     def _turn(self, one: Any, round_: int) -> None:
@@ -49,7 +57,7 @@ class Measurement(ABC):
 
     def framed(self, **figures: Any) -> Result:
         """A result with these figures: what every result of a kind begins and ends with."""
-        skipped = [self.skip(one) for one in self.turns if one.stopped and not one.rounds]
+        skipped = [self.skip(one) for one in self.listed if one.stopped and not one.rounds]
         return {**head(self.model, self.machine, self.kind), "rounds": self.rounds, **figures, "skipped": skipped,
                 "code_hash": kind_hash(self.kind)} | ({"interrupted": True} if self.interrupted else {})
 
@@ -72,3 +80,22 @@ def chosen_rows(names: str, able: Callable[[Row], bool], refusal: str) -> list[R
         if reason := lineage.missing(row):
             raise ValueError(f"this machine cannot run {row.name}: it {reason}")
     return [row for row in LADDER if row in chosen]
+
+
+def requests(name: str, prompts: Sequence[list[int]], output: int, ignore_eos: bool = True) -> list[Request]:
+    """Greedy, and of a forced length unless they may end at EOS."""
+    return [Request(f"{name}-{i}", list(prompt), SamplingParams(max_tokens=output, seed=0, ignore_eos=ignore_eos))
+            for i, prompt in enumerate(prompts)]
+
+
+def pool_blocks(lengths: Sequence[int]) -> int:
+    """Blocks that hold sequences of these lengths to their ends, and what the watermark keeps free: none is evicted."""
+    most = sum(-(-length // BLOCK_SIZE) for length in lengths)
+    return most + most // 50 + 1
+
+
+def same_counts(first: T, now: T) -> T:
+    """What was counted, the same in every round. Raises RuntimeError if it is not; an empty `first` is no round's."""
+    if first and first != now:
+        raise RuntimeError(f"counted {now}, the first round {first}")
+    return now

@@ -112,6 +112,7 @@ def throughput(traces: Sequence[Trace], wanted: Mapping[str, int]) -> Metrics:
         "req_s": len(good) / wall if wall else None,
         "wall_s": wall,
         "itl_p50_ms": _percentile_ms([gap for trace in good for gap in gaps(trace)], 50),
+        "tpot_p50_ms": _percentile_ms([tpot(trace) for trace in good], 50),
     }
 
 

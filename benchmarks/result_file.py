@@ -29,6 +29,7 @@ ROWS: dict[str | None, set[str]] = {   # by kind, what every row of a result has
     "radix": {"name", "prefix", "cold_ms", "cached_ms", "speedup", "code_hash"},
     "sharing": {"name", "workload", "hit_rate", "ttft_p50_ms", "wall_s", "code_hash"},
     "overhead": {"name", "step_us", "kv_us", "code_hash"},
+    "speculative": {"name", "prompts_kind", "draft", "k", "width", "tok_s", "speedup", "code_hash"},
 }
 REQUIRED: dict[str | None, tuple[str, ...]] = {
     None: ("machine", "versions", "model", "workload", "rows"),
@@ -39,6 +40,8 @@ REQUIRED: dict[str | None, tuple[str, ...]] = {
     "sharing": ("machine", "versions", "model", "rounds", "pool", "workloads", "rows", "code_hash"),
     "overhead": ("machine", "versions", "model", "sequences", "isl", "osl", "rounds", "real_step_ms", "tree_us",
                  "tree_share", "rows", "code_hash"),
+    "speculative": ("machine", "versions", "model", "rounds", "max_tokens", "prompt_hash", "rows", "loops", "costs",
+                    "code_hash"),
 }
 
 

@@ -15,11 +15,12 @@ import pkgutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from benchmarks import ceilings, metrics
+from benchmarks import ceilings, drafts, metrics
 from benchmarks.codehash import row_hash, total_hash
 from benchmarks.loop import Trace, drive
 from benchmarks.result_file import Result, head, save
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 PASSES = ("latency", "throughput")
 BLOCK_SIZE = 16   # tokens per KV block, wherever an engine has blocks
+NEEDS_DRAFT = "a draft model"   # what the ladder says of a row that is run with the draft named by the reader
 T = TypeVar("T")
 
 
@@ -89,7 +91,11 @@ class Watch(Protocol):
 
 @dataclass
 class Bench:
-    """One run, and all it needs. `build`, `clock` and `sleep` are replaced in tests."""
+    """One run, and all it needs. `build`, `clock` and `sleep` are replaced in tests.
+
+    Args:
+        draft: the draft model of the rows that need one, or whatever else drafts; without it they are skipped.
+    """
 
     model: LoadedModel
     entries: Sequence[Entry]
@@ -101,6 +107,7 @@ class Bench:
     build: Callable[..., Any] = lineage.build
     clock: Callable[[], float] = time.perf_counter
     sleep: Callable[[float], None] = time.sleep
+    draft: str | None = None
     records: list[Record] = field(init=False)
     interrupted: bool = False
 
@@ -109,7 +116,7 @@ class Bench:
             raise ValueError(f"rounds must be at least 1, got {self.rounds}")
         check_fits(self.model, self.shape)
         self.records = [Record(entry, workload(self.model, self.shape, entry.width), row_hash(entry.row))
-                        for entry in runnable(self.entries)]
+                        for entry in runnable(self.entries, self.draft)]
 
     def run(self) -> Result:
         """All rounds; an exception costs the row that raised it, Ctrl-C ends the run. Returns what is saved."""
@@ -120,7 +127,8 @@ class Bench:
     def _turn(self, record: Record, round_: int) -> None:
         row, width = record.entry.row, record.entry.width
         steps = StepTrace(clock=self.clock) if self.shape.rate and takes(row, "trace") else None
-        engine = self.build(row, self.model, **settings(row, width, self.shape), **({"trace": steps} if steps else {}))
+        engine = self.build(row, self.model, **settings(row, width, self.shape), **self._drafter(row),
+                            **({"trace": steps} if steps else {}))
         longest = self.shape.isl + max(self.shape.output)
         if longest > getattr(engine, "max_model_len", longest):
             raise ValueError(f"isl + osl = {longest} tokens is over the engine's max_model_len {engine.max_model_len}")
@@ -146,6 +154,13 @@ class Bench:
         step = self._step(record)
         taken["linear_ms"] = ceilings.linear_ms(engine, self.model, max(1, round(step.tokens))) if step else None
         record.rounds.append(taken)
+
+    def _drafter(self, row: Row) -> dict[str, Any]:
+        """The engine's arguments if the row needs a draft; a draft model's pool is as long as max_model_len asks."""
+        if self.draft is None or row.needs != NEEDS_DRAFT:
+            return {}
+        longest = self.shape.isl + max(*self.shape.output, self.shape.warmup_tokens)
+        return {"drafter": drafts.named(self.draft), "max_model_len": longest}
 
     def _count(self, record: Record, what: str, counters: dict[str, int]) -> None:
         """Keep a pass's counters. They depend on nothing but row and prompts, so rounds must agree.
@@ -183,7 +198,8 @@ class Bench:
         """The entries without a result, and why: what the machine lacks, or what stopped them."""
         stopped = {(record.entry.row.name, record.entry.width): record.stopped
                    for record in self.records if not record.rounds}
-        reasons = [lineage.missing(entry.row) or stopped.get((entry.row.name, entry.width)) for entry in self.entries]
+        reasons = [lacking(entry.row, self.draft) or stopped.get((entry.row.name, entry.width))
+                   for entry in self.entries]
         return [(entry, reason) for entry, reason in zip(self.entries, reasons, strict=True) if reason]
 
     def _row(self, record: Record, first: Record) -> Result:
@@ -201,7 +217,9 @@ class Bench:
                 "ceiling": ceilings.report(self._step(record), sizes, self.machine, out["latency"]["itl_p50_ms"],
                                            median(linear) if linear else None),
                 "code_hash": record.code_hash}
-        for key, value in (("linear_path", record.linear_path), ("pool", record.pool), ("stopped", record.stopped)):
+        draft = drafts.shown(self.draft) if self.draft and row.needs == NEEDS_DRAFT else None
+        for key, value in (("linear_path", record.linear_path), ("pool", record.pool), ("draft", draft),
+                           ("stopped", record.stopped)):
             if value is not None:
                 out[key] = value
         return out
@@ -211,12 +229,17 @@ class Bench:
             save(self.result(), self.out)
 
 
-def runnable(entries: Sequence[Entry]) -> list[Entry]:
+def lacking(row: Row, draft: str | None = None) -> str | None:
+    """What is lacking to run the row, in a few words: nothing, if it was a draft and one is named."""
+    return None if draft is not None and row.needs == NEEDS_DRAFT else lineage.missing(row)
+
+
+def runnable(entries: Sequence[Entry], draft: str | None = None) -> list[Entry]:
     """Those that this machine can run. Raises ValueError, with the reasons, if it can run none of them."""
-    able = [entry for entry in entries if lineage.missing(entry.row) is None]
+    able = [entry for entry in entries if lacking(entry.row, draft) is None]
     if not able:
-        raise ValueError("this machine can run none of the chosen rows: "
-                         + ", ".join(f"{entry.row.name} {lineage.missing(entry.row)}" for entry in entries))
+        reasons = dict.fromkeys(f"{entry.row.name} {lacking(entry.row, draft)}" for entry in entries)
+        raise ValueError(f"this machine can run none of the chosen rows: {', '.join(reasons)}")
     return able
 
 
@@ -256,11 +279,7 @@ def take_turns(turns: Sequence[U], rounds: int, turn: Callable[[U, int], None], 
         for round_ in range(rounds):
             for one in rotated(turns, round_):
                 if one.stopped is None:
-                    try:
-                        turn(one, round_)
-                    except Exception as error:
-                        one.stopped = " ".join(f"{type(error).__name__}: {error}".split())
-                        watch.stopped(*one.label, one.stopped)
+                    attempt(one, partial(turn, one, round_), watch)
                     gc.collect()   # the engine is gone: give its memory back before the next one asks
                     after()
     except KeyboardInterrupt:
@@ -268,6 +287,15 @@ def take_turns(turns: Sequence[U], rounds: int, turn: Callable[[U, int], None], 
     finally:
         gc.unfreeze()
     return False
+
+
+def attempt(one: Turn, work: Callable[[], object], watch: Watch) -> None:
+    """Do a part of a turn. An exception costs the one whose turn it is what is left of it, and all further ones."""
+    try:
+        work()
+    except Exception as error:
+        one.stopped = " ".join(f"{type(error).__name__}: {error}".split())
+        watch.stopped(*one.label, one.stopped)
 
 
 def rotated(items: Sequence[T], round_: int) -> list[T]:

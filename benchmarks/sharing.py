@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks import metrics
 from benchmarks.codehash import row_hash
 from benchmarks.loop import Trace, drive
-from benchmarks.measurement import Measurement, chosen_rows
+from benchmarks.measurement import Measurement, chosen_rows, pool_blocks, requests, same_counts
 from benchmarks.radix import forget
 from benchmarks.result_file import Result
 from benchmarks.run import BLOCK_SIZE, Watch, check_fits, differing
@@ -28,7 +28,6 @@ from benchmarks.workloads import Shape, take
 from liteinfer import lineage
 from liteinfer.lineage import Row
 from liteinfer.loading import LoadedModel
-from liteinfer.request import Request, SamplingParams
 
 PASS = "wall"            # what the watch is told, in seconds
 WARMUP = (4, 32, 4)      # prompts, their tokens, tokens of their answers
@@ -83,9 +82,8 @@ class Sharing(Measurement):
 
     @property
     def num_blocks(self) -> int:
-        """All conversations of a workload to their ends, and what the watermark keeps free: nothing is evicted."""
-        most = max(sum(-(-length // BLOCK_SIZE) for length in scenario.lengths) for scenario in self.scenarios)
-        return most + most // 50 + 1
+        """All conversations of a workload to their ends."""
+        return max(pool_blocks(scenario.lengths) for scenario in self.scenarios)
 
     @property
     def turns(self) -> Sequence[Case]:
@@ -100,9 +98,7 @@ class Sharing(Measurement):
         kv = Stopwatch(self.clock).watch(engine.scheduler.kv, *KV_CALLS)
         traces, wall = self._converse(engine, case.scenario)
         counters = {key: count for key, count in asdict(engine.counters).items() if key in COUNTED}
-        if case.counters and case.counters != counters:
-            raise RuntimeError(f"counted {counters}, the first round {case.counters}")
-        case.counters = counters
+        case.counters = same_counts(case.counters, counters)
         for trace in traces:
             case.outputs.setdefault(trace.request_id, trace.token_ids)
         ttft = metrics.latency(traces, {trace.request_id: case.scenario.output for trace in traces})["ttft_p50_ms"]
@@ -155,12 +151,6 @@ def gain(case: Case, first: Case, key: str) -> float:
     """How many times less the case takes than the first row: the median over rounds."""
     pairs = zip(first.rounds, case.rounds, strict=False)   # Ctrl-C: fewer of one
     return median(theirs[key] / mine[key] for theirs, mine in pairs)
-
-
-def requests(name: str, prompts: Sequence[list[int]], output: int) -> list[Request]:
-    """Greedy, and of a forced length."""
-    return [Request(f"{name}-{i}", list(prompt), SamplingParams(max_tokens=output, seed=0, ignore_eos=True))
-            for i, prompt in enumerate(prompts)]
 
 
 def scheduling(names: str) -> list[Row]:

@@ -13,17 +13,22 @@ from rich.text import Text
 
 DASH = "-"
 BLOCKS = "▏▎▍▌▋▊▉█"   # one to eight eighths
-LEFT = {"row", "workload", "chapter", "what it is", "improves on", "standing", "bound", "note"}   # columns of words
+LEFT = {"row", "workload", "kind", "draft", "chapter", "what it is", "improves on", "standing", "bound",
+        "note"}   # columns of words
 
 
 @dataclass(frozen=True)
 class Table:
-    """A title, a header, rows of ready text, and the lines that belong below. Without a header: lines only."""
+    """A title, a header, rows of ready text, and the lines that belong below. Without a header: lines only.
+
+    The first `keys` columns say what a row is about.
+    """
 
     title: str
     header: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
     notes: Sequence[str]
+    keys: int = 1
 
 
 def bar(share: float, cells: int = 8) -> str:
@@ -82,24 +87,51 @@ def _pipes(cells: Sequence[str]) -> str:
 
 
 def print_table(table: Table, console: Console) -> None:
-    """The table in the terminal; in a narrow one short row names, and cells of two lines."""
+    """The table in the terminal; in a narrow one short row names, and cells of two lines.
+
+    What is still too wide is shown in pieces below each other, each with the key columns.
+    """
     narrow = console.width < 110
-    if table.header:
-        grid = RichTable(title=table.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
-                         padding=0, pad_edge=False, show_edge=False)
-        for heading in table.header:
-            wraps = heading in ("row", "note")
-            grid.add_column(_text(heading.replace(" ", "\n").replace("/m", "/\nm") if narrow else heading, console),
-                            justify="left" if heading in LEFT else "right", no_wrap=not wraps,
-                            min_width=(13 if narrow else 23) if wraps else None)
-        for row in table.rows:
-            short = [cell.removeprefix("liteinfer-") if heading == "row" else re.sub(r" \((.*)\)$", r"\n\1", cell)
-                     for heading, cell in zip(table.header, row, strict=True)]
-            grid.add_row(*(_text(cell, console) for cell in (short if narrow else row)))
+    header, rows = (_narrow_header(table.header), [_narrow(table.header, row) for row in table.rows]
+                    ) if narrow else (table.header, table.rows)
+    least = {heading: 13 if narrow else 23 for heading in ("row", "note")}   # columns that wrap
+    widths = [least.get(heading) or max(len(line) for cell in cells for line in cell.split("\n"))
+              for heading, *cells in zip(table.header, header, *rows, strict=True)]
+    for number, columns in enumerate(pieces(widths, table.keys, console.width)):
+        grid = RichTable(title=None if number else table.title, title_justify="left", title_style="bold",
+                         box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
+        for i in columns:
+            grid.add_column(_text(header[i], console), justify="left" if table.header[i] in LEFT else "right",
+                            no_wrap=table.header[i] not in least, min_width=least.get(table.header[i]))
+        for row in rows:
+            grid.add_row(*(_text(row[i], console) for i in columns))
         console.print(grid)
     for note in table.notes:
         console.print(_text(note, console))
     console.print()
+
+
+def pieces(widths: Sequence[int], keys: int, room: int) -> list[list[int]]:
+    """Which columns stand side by side in so much room: the keys in every piece, the others in order.
+
+    >>> pieces([4, 3, 3, 3], 1, 12)
+    [[0, 1, 2], [0, 3]]
+    """
+    found: list[list[int]] = []
+    for i in range(keys, len(widths)):
+        if not found or sum(widths[column] + 1 for column in found[-1]) + widths[i] > room:
+            found.append(list(range(keys)))
+        found[-1].append(i)
+    return found
+
+
+def _narrow_header(header: Sequence[str]) -> tuple[str, ...]:
+    return tuple(re.sub("/(?=[mp])", "/\n", heading.replace(" ", "\n")) for heading in header)
+
+
+def _narrow(header: Sequence[str], row: Sequence[str]) -> tuple[str, ...]:
+    return tuple(cell.removeprefix("liteinfer-") if heading == "row" else re.sub(r" \((.*)\)$", r"\n\1", cell)
+                 for heading, cell in zip(header, row, strict=True))
 
 
 def _text(cell: str, console: Console) -> Text:

@@ -236,7 +236,7 @@ def test_only_an_engine_that_takes_a_trace_gets_one_and_only_at_a_rate(tiny: Loa
     seen.clear()
     result = worked(tiny, "continuous", rate=None, seen=seen)
     assert seen[0]["trace"] is None and "rate" not in result["workload"]
-    assert set(result["rows"][0]["throughput"]) == {"tok_s", "req_s", "wall_s", "itl_p50_ms"}
+    assert set(result["rows"][0]["throughput"]) == {"tok_s", "req_s", "wall_s", "itl_p50_ms", "tpot_p50_ms"}
 
 
 def test_the_latency_pass_knows_no_rate(tiny: LoadedModel) -> None:

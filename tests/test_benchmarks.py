@@ -166,7 +166,7 @@ def test_k4_zero_one_and_two_tokens() -> None:
     assert metrics.failures(traces, wanted) == ["zero: gave 0 of 1 tokens, finish_reason length"]
     alone = metrics.latency(traces[:1], wanted)
     assert set(alone.values()) == {None}
-    assert metrics.throughput(traces[:1], wanted) == {"tok_s": None, "req_s": None, "wall_s": None, "itl_p50_ms": None}
+    assert set(metrics.throughput(traces[:1], wanted).values()) == {None}
 
 
 def test_k6_failed_requests_are_counted_with_reasons_and_left_out() -> None:
@@ -199,7 +199,7 @@ def test_itl_is_pooled_over_requests_and_percentiles_interpolate() -> None:
 def test_the_wall_runs_from_the_first_add_to_the_last_token() -> None:
     traces = [Trace("a", 2.0, [(3.0, 1), (9.0, 0)], [7], "length"), Trace("b", 2.5, [(4.0, 1)], [7], "length")]
     assert metrics.throughput(traces, {"a": 1, "b": 1}) == {"tok_s": 1.0, "req_s": 1.0, "wall_s": 2.0,
-                                                            "itl_p50_ms": None}
+                                                            "itl_p50_ms": None, "tpot_p50_ms": None}
 
 
 def test_over_rounds_median_least_greatest_and_what_no_round_defines() -> None:
@@ -370,9 +370,12 @@ def test_tokens_computed_per_row_are_what_the_chapters_predict(tiny: LoadedModel
     assert {name: computed[name] for name in expected} == expected
     assert {row["counters"]["forward_passes"] for row in result["rows"] if row["name"] in expected} == {n * osl}
     assert all(row["failed"] == [] for row in result["rows"])
-    lacking = [row for row in LADDER if lineage.missing(row)]
-    assert [row["name"] for row in result["rows"]] == [row.name for row in LADDER if row not in lacking]
-    assert result["skipped"] == [{"name": row.name, "width": 1, "reason": lineage.missing(row)} for row in lacking]
+    every = cli.entries("")
+    lacking = [entry for entry in every if lineage.missing(entry.row)]
+    assert [(row["name"], row["width"]) for row in result["rows"]] == [
+        (entry.row.name, entry.width) for entry in every if entry not in lacking]
+    assert result["skipped"] == [{"name": entry.row.name, "width": entry.width, "reason": lineage.missing(entry.row)}
+                                 for entry in lacking]
 
 
 def test_every_row_gives_the_first_row_s_tokens(tiny: LoadedModel) -> None:
@@ -500,6 +503,56 @@ def test_a_row_of_width_4_is_built_4_wide_and_warmed_with_4(tiny: LoadedModel) -
     assert settings_seen == [{"max_num_seqs": 4}]
     assert sum(i.startswith("warmup") for i in added) == 4
     assert row["width"] == 4 and row["prompts"]["throughput"] == 5 and "pool" not in row
+
+
+# Rows of several widths, and rows that need a draft
+
+def test_a_row_of_two_widths_runs_at_each_with_that_width_s_prompts(tiny: LoadedModel) -> None:
+    seen: list[dict[str, object]] = []
+
+    def build(row: Row, model: LoadedModel, **settings: object) -> object:
+        seen.append(settings)
+        return lineage.build(row, model, **settings)
+
+    rows = Bench(tiny, cli.entries("radix,ngram"), SMALL, 1, MACHINE, Noted(), None, build).run()["rows"]
+    assert [(row["name"], row["width"], row["prompts"]["throughput"]) for row in rows] == [
+        ("liteinfer-radix", 32, 5), ("liteinfer-ngram", 1, 3), ("liteinfer-ngram", 32, 5)]
+    assert [(each["max_num_seqs"], each["num_blocks"]) for each in seen] == [(32, 32), (1, 1), (32, 32)]
+    assert rows[1]["prompts"]["hashes"] == rows[2]["prompts"]["hashes"][:3] == rows[0]["prompts"]["hashes"][:3]
+    assert {row["differs_from_first"]["differ"] for row in rows} == {0} and "draft" not in rows[1]
+
+
+def test_a_row_that_needs_a_draft_runs_with_the_one_that_is_named(tiny: LoadedModel) -> None:
+    shape = SMALL.override(isl=12, osl=20)
+    without = bench(tiny, "radix,speculative", shape=shape).run()
+    assert [row["name"] for row in without["rows"]] == ["liteinfer-radix"]
+    assert without["skipped"] == [{"name": "liteinfer-speculative", "width": width, "reason": "needs a draft model"}
+                                  for width in (1, 32)]
+    seen: list[dict[str, object]] = []
+
+    def build(row: Row, model: LoadedModel, **settings: object) -> object:
+        seen.append(settings)
+        return lineage.build(row, model, **settings)
+
+    run = Bench(tiny, cli.entries("radix,speculative"), shape, 1, MACHINE, Noted(), None, build, draft="early-exit:1")
+    result = run.run()
+    assert [(row["name"], row["width"], row.get("draft")) for row in result["rows"]] == [
+        ("liteinfer-radix", 32, None), ("liteinfer-speculative", 1, "early-exit:1"),
+        ("liteinfer-speculative", 32, "early-exit:1")]
+    assert result["skipped"] == [] and all(row["counters"]["drafted_tokens"] > 0 for row in result["rows"][1:])
+    assert [each.get("max_model_len") for each in seen] == [None, 32, 32]   # the draft's pool is as long
+    assert {row["differs_from_first"]["differ"] for row in result["rows"]} == {0}
+
+
+def test_the_command_hands_on_the_draft(tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                        capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "load", lambda *_: tiny)
+    monkeypatch.setattr(machine, "limits", lambda *_: LIMITS)
+    assert exit_code("run", "--rows", "speculative", "--out", str(tmp_path / "r.json"), "--isl", "9", "--osl", "8",
+                     "--prompts", "2", "--draft", "early-exit:1") == 0
+    printed = capsys.readouterr()
+    assert "draft early-exit:1" in printed.out and "was not run" not in printed.out
+    assert len([line for line in printed.err.splitlines() if line.startswith("round ")]) == 4
 
 
 # Rows with a pool: its size in blocks
@@ -760,9 +813,9 @@ def repository(tmp_path: Path) -> Path:
             target = tmp_path / file.relative_to(codehash.ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, target)
-    text = tmp_path / codehash.TEXT
-    text.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(codehash.ROOT / codehash.TEXT, text)
+    for data in (codehash.TEXT, *codehash.DATA.values()):
+        (tmp_path / data).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(codehash.ROOT / data, tmp_path / data)
     return tmp_path
 
 
@@ -801,6 +854,20 @@ def test_comments_layout_and_docstrings_change_no_hash(repository: Path) -> None
     assert changed_by(repository, "liteinfer/sampling.py", "import torch\n", "import torch   # torch\n\n\n") == set()
 
 
+@pytest.mark.parametrize(("file", "old", "new", "rows"), [
+    ("liteinfer/speculative/draft_model.py", "self.counters = Counters()", "self.counters = None", {"speculative"}),
+    ("liteinfer/speculative/drafter.py", "drafted >= self.after", "drafted > self.after", {"ngram", "speculative"}),
+])
+def test_what_drafts_is_part_of_the_hash_of_a_row_that_is_given_one(repository: Path, file: str, old: str, new: str,
+                                                                    rows: set[str]) -> None:
+    names = ("radix", "ngram", "speculative")
+    before = {name: codehash.row_hash(lineage.find(name), repository) for name in names}
+    source = (repository / file).read_text(encoding="utf-8")
+    assert old in source
+    (repository / file).write_text(source.replace(old, new, 1), encoding="utf-8")
+    assert {name for name in names if codehash.row_hash(lineage.find(name), repository) != before[name]} == rows
+
+
 def test_the_row_s_own_entry_is_part_of_its_hash() -> None:
     row = LADDER[2]
     other = Row(row.name, row.chapter, row.engine, "other words", row.improves_on, widths=row.widths, parts=row.parts)
@@ -819,19 +886,30 @@ def test_imports_inside_functions_count_and_closures_stay_in_the_package(reposit
 
 @pytest.mark.parametrize(("file", "old", "new", "kinds"), [
     ("liteinfer/cache/paged.py", "class PagedCache:\n", "class PagedCache:   # pages\n", set()),
-    ("liteinfer/cache/block_pool.py", "self.free_list.pop()", "self.free_list.pop(0)", {"kv_memory", "overhead"}),
-    ("liteinfer/cache/contiguous.py", "torch.empty(shape", "torch.zeros(shape", {"kv_memory", "overhead"}),
+    ("liteinfer/cache/block_pool.py", "self.free_list.pop()", "self.free_list.pop(0)",
+     {"kv_memory", "overhead", "speculative"}),
+    ("liteinfer/cache/contiguous.py", "torch.empty(shape", "torch.zeros(shape",
+     {"kv_memory", "overhead", "speculative"}),
     ("benchmarks/memory.py", "MAX_MODEL_LEN = 2048", "MAX_MODEL_LEN = 4096", {"kv_memory"}),
     ("benchmarks/workloads.py", "GOLDEN = (5**0.5 - 1) / 2", "GOLDEN = 0.5",
-     {"kv_memory", "widths", "radix", "sharing", "overhead"}),
-    ("benchmarks/run.py", "gc.freeze()", "gc.collect()", {"widths", "radix", "sharing", "overhead"}),
+     {"kv_memory", "widths", "radix", "sharing", "overhead", "speculative"}),
+    ("benchmarks/run.py", "gc.freeze()", "gc.collect()", {"widths", "radix", "sharing", "overhead", "speculative"}),
     ("benchmarks/widths.py", 'PASS = "throughput"', 'PASS = "latency"', {"widths"}),
-    ("benchmarks/radix.py", "max_tokens=1", "max_tokens=2", {"radix", "sharing", "overhead"}),
+    ("benchmarks/radix.py", "max_tokens=1", "max_tokens=2", {"radix", "sharing", "overhead", "speculative"}),
     ("benchmarks/sharing.py", "WARMUP = (4, 32, 4)", "WARMUP = (4, 32, 5)", {"sharing"}),
     ("benchmarks/scenarios.py", "header: int = 256", "header: int = 128", {"sharing"}),
     ("benchmarks/stopwatch.py", "self.seconds += ", "self.seconds -= ", {"sharing", "overhead"}),
     ("benchmarks/overhead.py", "MICRO = 1e6", "MICRO = 1e3", {"overhead"}),
     ("benchmarks/ceilings.py", "NEVER_ABOVE = 1.05", "NEVER_ABOVE = 1.5", {"widths"}),
+    ("liteinfer/speculative/early_exit.py", "early.layers = ", "early.layers += ", {"speculative"}),
+    ("liteinfer/speculative/verify.py", "return guess", "return guess + 1", {"speculative"}),
+    ("benchmarks/speculative.py", "WARMUP = (16, 8)", "WARMUP = (16, 9)", {"speculative"}),
+    ("benchmarks/speculative_cases.py", "traces: list[Trace]", "traces: tuple[Trace]", {"speculative"}),
+    ("benchmarks/repetition.py", "LEAST_REPEATS = 3", "LEAST_REPEATS = 4", {"speculative"}),
+    ("benchmarks/chats.py", "chats[:limit]", "chats[limit:]", {"speculative"}),
+    ("benchmarks/drafts.py", "int(number)", "int(number) + 1", {"speculative"}),
+    ("benchmarks/data/speculative.json", "merge_intervals", "join_intervals", {"speculative"}),
+    ("benchmarks/draft_tables.py", "Loops: ", "Rings: ", set()),
     ("benchmarks/kinds.py", "Waste: ", "Lost: ", set()),
     ("benchmarks/prefix_tables.py", "Radix: ", "Tree: ", set()),
 ])
@@ -859,6 +937,11 @@ def test_the_total_does_not_depend_on_order() -> None:
     (["run", "--rounds", "0"], "rounds must be at least 1, got 0"),
     (["run", "--rows", "eager", "--width", "7"], "width 7: none of the chosen rows has it"),
     (["run", "--rows", "eager", "--out", "."], "cannot be written"),
+    (["run", "--rows", "eager", "--draft", "ngram"], "draft 'ngram' is given, but none of the chosen rows needs a "
+                                                     "draft model"),
+    (["run", "--draft", "early-exit:x"], "early-exit needs a number of layers"),
+    (["run", "--rows", "speculative"], "this machine can run none of the chosen rows: liteinfer-speculative needs a "
+                                       "draft model"),
     (["memory", "--isl", "1", "--out", "."], "cannot be written"),
     (["widths", "--rows", "fastest"], "unknown row 'fastest'"),
     (["widths", "--rows", "paged"], "liteinfer-paged runs one request at a time; a width curve is there for"),

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console
 
 from benchmarks.compare import Book, Entry, current_hash
-from benchmarks.report import LATENCY, NO_REFERENCE, build_tables, load, markdown, measured_table, print_tables
+from benchmarks.measured import LATENCY, NO_REFERENCE, THROUGHPUT, measured_table
+from benchmarks.report import build_tables, load, markdown, print_tables
 from benchmarks.table import BLOCKS, bar, size, to_markdown
 
 FIXTURE = Path(__file__).parent / "data" / "result.json"
@@ -294,6 +295,90 @@ def test_hits_and_preemptions_are_shown_of_rows_that_count_prompts(result):
     lines = markdown([result], ("counters",), no_hash).splitlines()
     assert lines[2].endswith("| KV bytes held | prefix hits | preemptions |")
     assert [line.split(" | ")[-2:] for line in lines[4:7]] == [["-", "- |"], ["0.0%", "0 |"], ["75.0%", "3 |"]]
+
+
+# Rows that draft
+
+def drafting(result: dict) -> dict:
+    """The fixture, with a packed row that drafts: its ITL is per event, its TPOT half of that."""
+    for each in result["rows"]:
+        for place in (each, *each["rounds"]):
+            place["latency"]["tpot_p50_ms"] = place["latency"]["itl_p50_ms"]
+    packed = row(result, "native-packed")
+    packed["counters"] |= {"drafted_tokens": 80, "accepted_tokens": 20}
+    for place in (packed, *packed["rounds"]):
+        place["latency"]["tpot_p50_ms"] = place["latency"]["itl_p50_ms"] / 2
+    return result
+
+
+def test_a_row_that_drafts_is_compared_by_its_time_per_token(result):
+    plain = measured_table(LATENCY, Book([copy.deepcopy(result)], no_hash), Book([result], no_hash).entries)
+    assert "TPOT p50" not in plain.header and not any("TPOT" in note for note in plain.notes)
+    book = Book([drafting(result)], no_hash)
+    table = measured_table(LATENCY, book, book.entries)
+    at = {heading: i for i, heading in enumerate(table.header)}
+    assert table.header[1:4] == ("ITL p50", "ITL p95", "TPOT p50")
+    _, eager, packed = table.rows
+    assert (eager[at["vs first"]], packed[at["vs first"]]) == ("4.50x", "18.00x")   # by ITL it is 9.00x
+    assert [cells[at["TPOT p50"]].split()[0] for cells in table.rows] == ["500.0", "110.0", "27.5"]
+    assert [cells[at["standing"]] for cells in table.rows] == [bar(0.055), bar(0.25), bar(1)]
+    assert "Two rows of which one drafts are compared by TPOT, any others by ITL; standing is by TPOT." in table.notes
+    eagers = [e for e in book.entries if e.name != "liteinfer-native-packed"]
+    assert "TPOT p50" not in measured_table(LATENCY, book, eagers).header
+
+
+def test_the_throughput_of_rows_that_draft_shows_the_time_per_token_too(result):
+    packed = row(drafting(result), "native-packed")
+    packed["throughput"]["tpot_p50_ms"] = 30.0
+    book = Book([result], no_hash)
+    table = measured_table(THROUGHPUT, book, book.entries)
+    assert table.header[4:6] == ("ITL p50 ms", "TPOT p50 ms")
+    assert [cells[5] for cells in table.rows] == ["-", "-", "30.0"]
+    assert [cells[-2] for cells in table.rows] == ["-"] * 3 and table.rows[2][table.header.index("vs first")] == "9.00x"
+    assert not any("compared by TPOT" in note for note in table.notes)
+
+
+def test_drafts_are_counted_where_there_are_any(result):
+    lines = markdown([drafting(result)], ("counters",), no_hash).splitlines()
+    assert lines[2].endswith("| KV bytes held | drafted | acceptance |")
+    assert [line.split(" | ")[-2:] for line in lines[4:7]] == [["-", "- |"], ["-", "- |"], ["80", "25.0% |"]]
+
+
+def test_the_throughput_of_a_row_of_several_widths_is_compared_at_its_own(result):
+    """Its latency is one request in flight at any width; its throughput at width 1 has no base at width 32."""
+    radix = copy.deepcopy(row(result, "native-packed")) | {"name": "liteinfer-radix", "width": 32, "chapter": 7}
+    narrow, wide = (copy.deepcopy(row(result, "eager")) | {"name": "liteinfer-ngram", "improves_on": "liteinfer-radix",
+                                                           "width": width, "chapter": 8} for width in (1, 32))
+    result["rows"] += [radix, narrow, wide]
+    tables = {kind.what: measured_table(kind, Book([result], no_hash), Book([result], no_hash).entries)
+              for kind in (LATENCY, THROUGHPUT)}
+    gains = {what: [cells[table.header.index("vs base")] for cells in table.rows if "ngram" in cells[0]]
+             for what, table in tables.items()}
+    assert gains == {"latency": ["0.50x", "0.50x"], "throughput": ["-", "0.50x"]}
+    note = "vs base: a dash where the base was not measured at the row's width."
+    assert note in tables["throughput"].notes and note not in tables["latency"].notes
+
+
+def test_notes_tell_the_widths_of_a_row_apart_and_a_skipped_row_is_named_once(result):
+    for width in (1, 32):
+        result["rows"].append(copy.deepcopy(row(result, "native-packed")) | {
+            "name": "liteinfer-ngram", "width": width, "linear_path": f"path {width}", "pool": f"pool {width}",
+            "failed": ["r0: NaN"], "stopped": "gone", "differs_from_first": {"prompts": 4, "differ": width // 32}})
+    result["skipped"] = [{"name": "liteinfer-speculative", "width": width, "reason": "needs a draft model"}
+                         for width in (1, 32)]
+    text = markdown([result], ("throughput", "counters", "ceilings"), no_hash)
+    for width in (1, 32):
+        name = f"liteinfer-ngram at width {width}"
+        assert f"{name}: linear layers by path {width}." in text and f"{name}: pool {width}." in text
+        assert f"{name}: 1 failed" in text and f"{name} was stopped after 2 rounds" in text
+        assert f"{name} in {4 - width // 32} of 4 prompts" in text
+    assert text.count("liteinfer-speculative was not run: needs a draft model.") == 1
+    assert "liteinfer-native-packed at width" not in text
+
+
+def test_a_row_s_draft_is_in_its_name(result):
+    row(result, "eager")["draft"] = "Qwen/Qwen2.5-0.5B"
+    assert "| liteinfer-eager (draft Qwen/Qwen2.5-0.5B) |" in markdown([result], ("latency",), no_hash)
 
 
 def test_rows_of_the_same_name_say_which_file_they_are_from(result):

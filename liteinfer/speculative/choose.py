@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 
 from liteinfer.engines.continuous import ContinuousEngine
 from liteinfer.loading import load_model
@@ -16,7 +16,7 @@ MakeDrafter = Callable[[ContinuousEngine], SpeculativeDrafter]
 
 
 def drafter(name: str, num_speculative_tokens: int = 4, pause: Pause | None = None) -> MakeDrafter:
-    """What makes the drafter of this name for an engine. A draft model is loaded then, as the target is.
+    """What makes the drafter of this name for an engine. A draft model is loaded for the first, as its target is.
 
     Raises:
         ValueError: num_speculative_tokens below 1, or an early-exit without a number of layers.
@@ -28,8 +28,9 @@ def drafter(name: str, num_speculative_tokens: int = 4, pause: Pause | None = No
         return partial(NgramDrafter, num_speculative_tokens=k, pause=pause)
     kind, _, layers = name.partition(":")
     if kind != "early-exit":
+        load = lru_cache(partial(load_model, name))
         return lambda engine: DraftModelDrafter(
-            engine, load_model(name, dtype=engine.model.dtype, device=engine.model.device), k, pause)
+            engine, load(dtype=engine.model.dtype, device=engine.model.device), k, pause)
     if not layers.isdecimal():
         raise ValueError(f'early-exit needs a number of layers, as in "early-exit:6", got {name!r}')
     return partial(EarlyExitDrafter, layers=int(layers), num_speculative_tokens=k, pause=pause)

@@ -1,0 +1,355 @@
+"""Chapter 8: its worked examples, the numbers in its text, and its deliberate breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.ceilings import Sizes
+from liteinfer.engines.base import run, take
+from liteinfer.engines.continuous import ContinuousEngine, NoDrafter
+from liteinfer.loading import LoadedModel, tiny_model
+from liteinfer.model.linear import Plain
+from liteinfer.plots import ch08
+from liteinfer.request import Request, SamplingParams, TokenEvent
+from liteinfer.sampling import pick, processed_probs, sample
+from liteinfer.scheduler import Chunk
+from liteinfer.speculative import drafter as drafting
+from liteinfer.speculative import verify as rule
+from liteinfer.speculative.draft_model import DraftModelDrafter
+from liteinfer.speculative.drafter import Pause
+from liteinfer.speculative.ngram import NgramIndex
+from tests.conftest import build, outputs
+
+pytestmark = pytest.mark.ch08
+README = (Path(__file__).parents[1] / "chapters" / "08_speculative" / "README.md").read_text(encoding="utf-8")
+PROMPT = [9, 44, 1, 62, 15, 33, 8, 2, 60]
+FORCED = SamplingParams(max_tokens=24, ignore_eos=True)
+
+
+def says(*texts: str) -> None:
+    """The chapter's text has these words, wherever its lines break."""
+    readme = " ".join(README.split())
+    assert [text for text in texts if " ".join(text.split()) not in readme] == []
+
+
+# --- worked by hand --------------------------------------------------------------------------------------------------
+
+
+def test_ten_tokens_by_hand(tiny_llama: LoadedModel) -> None:
+    prompt, output = ch08.HAND
+    assert len(prompt) + len(output) == 10
+    first, second, third = ch08.by_hand(tiny_llama)
+    assert (first.own, first.draft, first.taken, first.stored) == ((1, 2, 3, 1), (), (2,), 4)
+    assert (second.own, second.draft, second.taken, second.stored) == ((2,), (3, 1), (3, 1, 2), 7)
+    assert (third.own, third.draft, third.taken, third.stored) == ((2,), (3, 1), (3, 4), 9)
+    assert (second.kept, third.kept) == (2, 1)
+    assert [*first.taken, *second.taken, *third.taken] == output
+    says("| 1 | 1 2 3 1 | - | 2 | 2 | 4 |", "| 2 | 2 | 3 1 | 3 1 2 | 3 1 2 | 7 |", "| 3 | 2 | 3 1 | 3 4 . | 3 4 | 9 |",
+         "six tokens in three passes", "Of 4 guesses 3 stood")
+
+
+def outcomes(p: Sequence[float], q: Sequence[float], grid: tuple[int, int], verify_one: Any = rule.verify_one,
+             params: SamplingParams = SamplingParams(temperature=1.0)) -> list[Fraction]:   # noqa: B008 - frozen
+    """How often each token comes out: every guess as often as q has it, and a grid of the two numbers drawn."""
+    found = [Fraction(0)] * len(p)
+    logits, probs = torch.tensor(p, dtype=torch.float64).log(), torch.tensor(q, dtype=torch.float64)
+    for guess, weight in enumerate(q):
+        for first in range(grid[0]):
+            for second in range(grid[1]):
+                given = iter(((first + 0.5) / grid[0], (second + 0.5) / grid[1]))
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(rule, "uniform", lambda _, given=given: next(given))
+                    token = verify_one(logits, guess, Request("r", [0], params), probs)
+                found[token] += Fraction(str(weight)) / (grid[0] * grid[1])
+    return found
+
+
+def test_three_tokens_by_hand() -> None:
+    """Of 70 numbers 30 keep guess 1, of 4 numbers 3 give token 0 in its place; what comes out is p exactly."""
+    assert outcomes(ch08.P, ch08.Q, (70, 4)) == [Fraction(5, 10), Fraction(3, 10), Fraction(2, 10)]
+    kept = [min(p, q) for p, q in zip(ch08.P, ch08.Q, strict=True)]
+    residual = [p - k for p, k in zip(ch08.P, kept, strict=True)]
+    assert (sum(kept), sum(residual)) == pytest.approx((0.6, 0.4))
+    assert [r / sum(residual) for r in residual] == pytest.approx([0.75, 0, 0.25])
+    says("| p, the target's | 0.5 | 0.3 | 0.2 |", "| q, the draft's | 0.2 | 0.7 | 0.1 |",
+         "| kept: min(p, q) | 0.2 | 0.3 | 0.1 |", "| refused | 0 | 0.4 | 0 |",
+         "| left over: max(0, p - q) | 0.3 | 0 | 0.1 |", "| drawn again: refused in all, 0.4, times 0.75, 0, 0.25 | "
+         "0.3 | 0 | 0.1 |", "0.3 / 0.7 = 0.43", "60 % of the guesses are kept")
+
+
+def test_a_guess_that_was_not_drawn() -> None:
+    """One-hot q by the general rule, and by drawing from p and comparing: p comes out, whatever the guess."""
+    exactly = [Fraction(5, 10), Fraction(3, 10), Fraction(2, 10)]
+    for guess, numbers in enumerate((10, 7, 8)):                             # 3 : 2, 5 : 2 and 5 : 3 are left over
+        q = [float(token == guess) for token in range(3)]
+        assert outcomes(ch08.P, q, (10, numbers)) == exactly
+        drawn = partial(drawn_and_compared, kept=(kept := list[bool]()))
+        assert outcomes(ch08.P, q, (10, 1), drawn) == exactly and sum(kept) == 10 * ch08.P[guess]
+    says("kept with 0.5, 0.3 or 0.2", "min(1, p(x) / 1) = p(x)")
+
+
+def drawn_and_compared(logits: Tensor, guess: int, request: Request, q: Tensor, kept: list[bool]) -> int:
+    """The rule as it is for guesses that were not drawn; notes which stood."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("liteinfer.sampling.uniform", rule.uniform)            # the same number as the rule's own
+        token = rule.verify_one(logits, guess, request, None)
+    kept += [token == guess] if q[guess] else []
+    return token
+
+
+def test_seeded_requests_say_the_same_with_guesses_that_are_not_drawn(tiny_llama: LoadedModel) -> None:
+    seeded = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.9, seed=7)
+    plain = outputs(build("radix", tiny_llama), [PROMPT], seeded)
+    copy = partial(DraftModelDrafter, model=tiny_llama, linear=Plain())
+    ngram, model = build("ngram", tiny_llama), build("radix", tiny_llama, drafter=copy)
+    assert outputs(ngram, [PROMPT], seeded) == outputs(model, [PROMPT], seeded) == plain
+    assert 0 < model.counters.accepted_tokens < model.counters.drafted_tokens
+
+
+def test_ngram_examples() -> None:
+    def follows(ids: list[int], count: int) -> list[int]:
+        index = NgramIndex(range(1, 5))
+        index.extend(ids)
+        return index.follows(ids, count)
+
+    assert follows([5, 6, 7, 8, 9, 5, 6], 4) == [7, 8, 9] and follows([4, 4], 4) == [4, 4]
+    assert follows([1, 2, 3, 1, 2], 2) == [3, 1] and follows([1, 2, 3, 1], 2) == [2, 3] and follows([1, 2], 2) == []
+    says("`5 6 7 8 9 5 6` gives `7 8 9`", "`4 4` gives `4 4`")
+
+
+# --- the numbers in the text -----------------------------------------------------------------------------------------
+
+
+def test_the_strip(smol: LoadedModel) -> None:
+    """The real model's output is far from any tie, and what the text says of the picture holds."""
+    prompt = smol.encode_chat([{"role": "user", "content": ch08.SENTENCE}])
+    with_guesses = ch08.speculate(smol, prompt, SamplingParams(max_tokens=32))
+    without = ch08.speculate(smol, prompt, SamplingParams(max_tokens=32), row="radix")
+    taken = [token for each in with_guesses for token in each.taken]
+    assert taken == [token for each in without for token in each.taken]
+    ids = torch.tensor([prompt + taken[:-1]])
+    with torch.inference_mode():
+        top = smol.transformers_model()(ids, use_cache=False).logits[0, len(prompt) - 1:].topk(2).values
+    assert float((top[:, 0] - top[:, 1]).min()) > 0.1
+    assert (len(taken), len(without), len(with_guesses)) == (13, 13, 7)
+    assert [(each.kept, len(each.draft)) for each in with_guesses] == [
+        (0, 0), (0, 0), (2, 2), (0, 0), (0, 2), (3, 3), (2, 2)]
+    assert [ch08.word(smol, token) for token in with_guesses[4].draft] == ["sea", "."]
+    says("13 tokens in 7 passes", "guesses `sea` and `.`, and the target says `moon`", "7 of 9 guesses stand")
+
+
+def test_expected_tokens(tiny_llama: LoadedModel) -> None:
+    """(1 - a^(k+1)) / (1 - a), by adding up and by a live run."""
+    for a, k in ((0.8, 4), (0.5, 2), (0.0, 3)):
+        by_hand = sum((n + 1) * a ** n * (1 - a) for n in range(k)) + (k + 1) * a ** k
+        assert ch08.expected_tokens(a, k) == pytest.approx(by_hand)
+    assert ch08.expected_tokens(1.0, 4) == 5
+    assert [round(ch08.expected_tokens(0.8, k), 2) for k in (1, 2, 4, 8)] == [1.8, 2.44, 3.36, 4.33]
+    assert [round(ch08.counted_acceptance(0.8, k), 2) for k in (1, 2, 4, 8)] == [0.8, 0.72, 0.59, 0.42]
+    right, = ch08.live(tiny_llama, [1.0], [4], tokens=41)
+    assert right.tokens_per_pass == 5 and right.acceptance == 1
+    some, = ch08.live(tiny_llama, [0.8], [4])
+    assert some.tokens_per_pass == pytest.approx(ch08.expected_tokens(0.8, 4), abs=0.35)
+    says("With a = 0.8", "| tokens of a pass | 1.80 | 2.44 | 3.36 | 4.33 |",
+         "| accepted / drafted | 0.80 | 0.72 | 0.59 | 0.42 |")
+
+
+def test_breaking_even() -> None:
+    """At acceptance = cost nothing is gained whatever k is; above it something, below it less than nothing."""
+    for k in (1, 2, 4, 8):
+        assert ch08.speedup(0.25, 0.25, k) == 1 and ch08.speedup(0.3, 0.25, k) > 1 > ch08.speedup(0.2, 0.25, k)
+    pause = Pause(cost=0.1, after=16)
+    assert [pause(accepted, drafted) for accepted, drafted in ((0, 15), (1, 16), (2, 16), (2, 20), (1, 20))] == [
+        False, True, False, False, True]
+    assert round(ch08.speedup(0.5, 0.1, 4), 2) == 2.14 and round(ch08.speedup(0.05, 0.1, 4), 2) == 0.86
+    says("2.14 times", "0.86")
+
+
+def test_what_an_early_exit_reads(smol: LoadedModel) -> None:
+    sizes = Sizes.of(smol.config, smol.dtype)
+    layers, head = sizes.layer_linear * 4, sizes.head * 4
+    assert (layers + head, head) == (537_919_488, 113_246_208)
+    assert round((layers / 2 + head) / (layers + head), 2) == 0.61
+    assert round(4 * (layers / 2 + head) / (layers + head), 1) == 2.4
+    says("15 of 30 layers and the whole head are 61 % of a step's bytes", "2.4 steps")
+
+
+def test_the_budget_and_the_cut(tiny_llama: LoadedModel) -> None:
+    """32 sequences with 4 guesses each are 160 tokens; a draft never reaches past max_tokens."""
+    answer = outputs(build("radix", tiny_llama), [PROMPT], FORCED)[0]
+    for max_tokens in (1, 2, 5, 6):
+        engine = build("radix", tiny_llama, drafter=partial(ch08.Scripted, answer=answer, chance=1.0))
+        request = Request("r", PROMPT, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+        engine.add(request)
+        while engine.has_unfinished():
+            engine.step()
+        assert request.output_token_ids == answer[:max_tokens]
+        passes = 1 + -(-(max_tokens - 1) // 5)
+        assert engine.counters.forward_passes == passes and request.num_drafted_tokens == max_tokens - passes
+    says("32 sequences with 4 guesses each are 160 tokens")
+
+
+# --- the deliberate breaks -------------------------------------------------------------------------------------------
+
+
+def draw_from_p(logits: Tensor, guess: int, request: Request, q: Tensor | None) -> int:
+    """A refused guess is replaced by a draw from p, not from what q gave too little."""
+    p = processed_probs(logits, request.params)
+    if q is None:
+        return sample(logits, request)
+    return guess if rule.uniform(request) * float(q[guess]) < float(p[guess]) else pick(p, rule.uniform(request))
+
+
+def as_if_greedy(logits: Tensor, guess: int, request: Request, q: Tensor | None) -> int:
+    """A guess stands if it is the likeliest, as for a greedy request."""
+    return sample(logits, request) if q is None else int(logits.argmax())
+
+
+def test_a_rule_that_is_nearly_right(tiny_llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert outcomes(ch08.P, ch08.Q, (70, 10), draw_from_p) == [Fraction(40, 100), Fraction(42, 100), Fraction(18, 100)]
+    assert outcomes(ch08.P, ch08.Q, (1, 1), as_if_greedy) == [1, 0, 0]
+    right = outputs(build("radix", tiny_llama), [PROMPT], FORCED)
+    other = partial(DraftModelDrafter, model=tiny_model("llama", seed=5), linear=Plain())
+    for wrong in (draw_from_p, as_if_greedy):
+        monkeypatch.setattr(rule, "verify_one", wrong)
+        greedy = build("radix", tiny_llama, drafter=other)
+        assert outputs(greedy, [PROMPT], FORCED) == right and greedy.counters.drafted_tokens > 0
+    says("0.40, 0.42, 0.18")
+
+
+def test_a_row_too_late_says_other_tokens(tiny_llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = outputs(build("radix", tiny_llama), [PROMPT], FORCED)
+    verify = rule.verify
+    monkeypatch.setattr(drafting, "verify", lambda logits, draft, request, probs: verify(
+        torch.cat((logits[1:], logits[-1:])), draft, request, probs))
+    scripted = partial(ch08.Scripted, answer=right[0], chance=0.5)
+    assert outputs(build("radix", tiny_llama, drafter=scripted), [PROMPT], FORCED) != right
+
+
+def publish_first(self: ContinuousEngine, chunk: Chunk, verdict: Any, logits: Tensor) -> TokenEvent:
+    """As the engine's own, but the tree is told before refused guesses are taken back."""
+    request = chunk.request
+    event = take(request, verdict, logits, self.model.config.eos_token_ids)
+    refused = len(chunk.draft) - (len(event.token_ids) - 1)
+    request.num_computed_tokens = min(chunk.start + chunk.num_tokens, request.num_tokens)
+    self.scheduler.kv.publish(request)
+    request.num_computed_tokens = chunk.start + chunk.num_tokens - refused
+    if refused:
+        self.scheduler.kv.truncate(request, request.num_computed_tokens)
+    if event.finish_reason:
+        self._end(request)
+    return event
+
+
+def test_refused_guesses_in_the_tree(tiny_llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of 4 tokens and its answer of 4, the last a stop; then both again, and one more."""
+    prompt = PROMPT[:4]
+    answer, = outputs(build("nocache", tiny_llama), [prompt], SamplingParams(max_tokens=4, ignore_eos=True))
+    stop = SamplingParams(max_tokens=12, ignore_eos=True, stop_token_ids=(answer[-1],))
+    right, = outputs(build("nocache", tiny_llama), [[*prompt, *answer, 9]], FORCED)
+
+    def again() -> tuple[list[int], int | None]:
+        always_wrong = partial(ch08.Scripted, answer=[*answer, 1, 1, 1, 1], chance=0.0)
+        engine = build("radix", tiny_llama, block_size=4, num_blocks=32, drafter=always_wrong)
+        assert outputs(engine, [prompt], stop) == [answer] and engine.counters.accepted_tokens == 0
+        engine.drafter = NoDrafter(engine)
+        request = Request("again", [*prompt, *answer, 9], FORCED)
+        list(run(engine, [request]))
+        return request.output_token_ids, request.num_cached_tokens
+
+    assert again() == (right, 4)
+    monkeypatch.setattr(ContinuousEngine, "_update", publish_first)
+    wrong, cached = again()
+    assert cached == 8 and wrong != right
+
+
+class Stumbles(DraftModelDrafter):
+    """A copy of the target that says another token in every fifth pass, and drafts in every third step only."""
+
+    steps = passes = 0
+
+    def propose(self, requests: Sequence[Request]) -> Mapping[str, Sequence[int]]:
+        self.steps += 1
+        return super().propose(requests) if self.steps % 3 == 0 else {}
+
+    def _feed(self, sequences: Mapping[str, list[int]]) -> Tensor:
+        self.passes += 1
+        logits = super()._feed(sequences)                                    # [B, V]
+        return logits.roll(1, dims=-1) if self.passes % 5 == 0 else logits
+
+
+def by_count(self: DraftModelDrafter, request: Request) -> int:
+    """Rewinds to the length of the request, and does not look what lies there."""
+    fed = self.fed.setdefault(request.request_id, [])
+    same = min(len(fed), request.num_tokens - 1)
+    if request.request_id in self.cache.lengths:
+        self.cache.truncate(request.request_id, same)
+    del fed[same:]
+    return same
+
+
+def test_a_draft_cache_rewound_by_count_only_loses_acceptance(tiny_llama: LoadedModel,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    right = outputs(build("radix", tiny_llama), [PROMPT], params)
+
+    def acceptance() -> float:
+        engine = build("radix", tiny_llama, drafter=partial(Stumbles, model=tiny_llama, linear=Plain()))
+        assert outputs(engine, [PROMPT], params) == right
+        return engine.counters.accepted_tokens / engine.counters.drafted_tokens
+
+    clean = acceptance()
+    monkeypatch.setattr(DraftModelDrafter, "_rewind", by_count)
+    assert (round(clean, 2), round(acceptance(), 2)) == (0.51, 0.10)
+    says("acceptance falls from 51 % to 10 %")
+
+
+# --- the pictures ----------------------------------------------------------------------------------------------------
+
+
+def test_the_strip_draws_every_token(tiny_llama: LoadedModel) -> None:
+    found = ch08.by_hand(tiny_llama)
+    texts = [text.get_text() for text in ch08.strip_picture(found).axes[0].texts]
+    assert {f"pass {number}" for number in range(1, len(found) + 1)} <= set(texts)
+    assert texts.count("3") == 2 and texts.count("1") == 2 and texts.count("4") == 1
+    assert [text for text in texts if "new" in text] == ["1 new", "2 of 2 kept, 3 new", "1 of 2 kept, 2 new"]
+
+
+def test_the_rule_picture_adds_up() -> None:
+    left, right = ch08.rule_picture(ch08.P, ch08.Q).axes
+    for axes, whole in ((left, ch08.Q), (right, ch08.P)):
+        heights = [bar.get_height() for bar in axes.patches]
+        assert [a + b for a, b in zip(heights[:3], heights[3:], strict=True)] == pytest.approx(whole)
+
+
+def line(kind: str, draft: str, width: int = 1, k: int = 4, pause: Any = None, **figures: float) -> dict[str, Any]:
+    return {"prompts_kind": kind, "draft": draft, "k": k, "pause": pause, "width": width, "acceptance": 0.5,
+            "speedup": 1.4} | figures
+
+
+def test_the_break_even_picture_shows_the_measured_points() -> None:
+    result = {"rows": [line("json", "ngram"), line("code", "ngram", acceptance=0.2, speedup=1.1),
+                       line("json", "ngram", width=32), line("json", "ngram", k=2),
+                       line("json", "ngram", pause={"cost": 0.1, "after": 16}),
+                       line("json", "early-exit:15", acceptance=0.0, speedup=0.4)],
+              "costs": [{"draft": "ngram", "k": 4, "cost": 0.08}, {"draft": "ngram", "k": 2, "cost": 0.09},
+                        {"draft": "early-exit:15", "k": 4, "cost": 0.7}]}
+    found = ch08.points(result)
+    assert [(p.kind, p.draft, p.cost, p.acceptance) for p in found] == [
+        ("json", "ngram", 0.08, 0.5), ("code", "ngram", 0.08, 0.2), ("json", "early-exit:15", 0.7, 0.0)]
+    widths = {"rows": [{"linear_path": "plain F.linear", "widths": []}, {"linear_path": "oneDNN packed", "widths": [
+        {"width": w, "itl_p50_ms": 50 + 5 * w, "linear_ms": 40 + w, "ceiling_ms": max(30, 2 * w)}
+        for w in (1, 2, 4, 8, 16)]}]}
+    costs = ch08.width_costs(widths)
+    assert costs["a whole step"][0] == (1, pytest.approx((70 / 55 - 1) / 3))
+    assert [width for width, _ in costs["a whole step"]] == [1, 2, 4]
+    texts = [text.get_text() for text in ch08.breakeven_picture(result, widths).axes[0].texts]
+    assert {"json 1.40x", "code 1.10x", "json 0.40x"} <= set(texts)
