@@ -107,6 +107,9 @@ class Scheduler:
         blocks run out, the youngest are preempted: they lose their blocks, go back to the head of the
         queue, and compute it all again later. Waiting requests are admitted with what is left.
 
+        A draft takes what budget and blocks are left, and is cut short to that. It is cut from its end:
+        whether a guess is checked must not depend on what the guess is, or the checked ones are no fair sample.
+
         Args:
             drafts: by request id, tokens guessed to follow its last one, to be checked in the same step.
         """
@@ -116,8 +119,8 @@ class Scheduler:
                 continue
             others = len(self.running) - place - 1                           # keep a token for each of them
             chunk = self._chunk(request, budget - others, (drafts or {}).get(request.request_id, ()))
-            if chunk.draft and not self.kv.allocate(request, chunk.start + chunk.num_tokens):
-                chunk = self._chunk(request, budget - others)                # a guess is worth no preemption
+            while chunk.draft and not self.kv.allocate(request, chunk.start + chunk.num_tokens):
+                chunk = self._chunk(request, budget - others, chunk.draft[:-1])
             if self._make_room(request, chunk.start + chunk.num_tokens, preempted):
                 chunks.append(chunk)
                 budget -= chunk.num_tokens

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from scipy.stats import binomtest
 
 from liteinfer.engines.continuous import ContinuousEngine, NoDrafter
 from liteinfer.kv_manager import KVManager
@@ -20,15 +21,16 @@ from liteinfer.loading import LoadedModel, tiny_model
 from liteinfer.model.linear import Plain
 from liteinfer.radix_manager import RadixManager
 from liteinfer.request import Request, SamplingParams
+from liteinfer.sampling import processed_probs
 from liteinfer.speculative.choose import MakeDrafter, drafter
-from liteinfer.speculative.draft_model import DraftModelDrafter
+from liteinfer.speculative.draft_model import DraftModelDrafter, choose
 from liteinfer.speculative.drafter import Draft, Pause, SpeculativeDrafter
 from liteinfer.speculative.early_exit import EarlyExitDrafter
 from liteinfer.speculative.ngram import NgramDrafter, NgramIndex
 from liteinfer.trace import StepTrace
 from tests import scripted
 from tests.conftest import build, outputs
-from tests.scripted import check, drain, expected, script_engine
+from tests.scripted import RandomRunner, check, drain, expected, script_engine
 from tests.test_ladder import random_prompts
 from tests.test_radix_engine import overlapping
 
@@ -457,7 +459,7 @@ def test_x12_refused_drafts_are_not_published() -> None:
 # --- what else may happen ---------------------------------------------------------------------------------------------
 
 
-def test_a_draft_that_blocks_are_short_for_is_dropped_before_anybody_is_preempted() -> None:
+def test_a_draft_that_blocks_are_short_for_is_cut_before_anybody_is_preempted() -> None:
     """A pool of 6 blocks of 4: `a` needs 2, and while it runs `b` needs 3, but with a draft of 12 tokens up to 5."""
     counted = []
     for each_drafter in (partial(ScriptDrafter, k=12, wrong_every=1), NoDrafter):
@@ -469,6 +471,44 @@ def test_a_draft_that_blocks_are_short_for_is_dropped_before_anybody_is_preempte
         assert all(each.output_token_ids == expected(each) for each in requests)
         counted.append((engine.counters.preemptions, engine.counters.drafted_tokens > 0))
     assert counted == [(0, True), (0, False)]
+
+
+class Drawn(SpeculativeDrafter):
+    """Draws its guesses from the very distributions of the target: all of them stand."""
+
+    def guess(self, rooms: Mapping[Request, int]) -> dict[str, Draft]:
+        drafts = {request.request_id: Draft() for request in rooms}
+        for r, room in rooms.items():
+            for i in range(room):
+                choose(self.engine.runner.row(r.request_id, r.num_tokens - 1 + i), r, drafts[r.request_id])
+        return drafts
+
+
+def test_a_draft_is_cut_short_whatever_its_guesses_are() -> None:
+    """A guess that ends the request makes its draft short, and a short draft fits where a long one does not.
+
+    If the long one were dropped whole, and tokens drawn anew, an end would come twice as often as it should.
+    """
+    sampled: dict[str, Any] = {"temperature": 1.0, "top_k": 4}
+    engine = script_engine(RandomRunner, drafter=Drawn, num_blocks=26, block_size=1, watermark=0.0, max_num_seqs=2)
+    first, second = (processed_probs(engine.runner.row("r", i), SamplingParams(**sampled)) for i in (3, 4))
+    end = int((second * (first == 0)).argmax())
+    trials, ends, cut = 2000, 0, 0
+    for trial in range(trials):
+        r = Request("r", [1] * 4, SamplingParams(max_tokens=6, stop_token_ids=(end,), **sampled))
+        r.generator.manual_seed(trial)
+        engine.add(r)
+        engine.add(Request("n", [5] * 20, SamplingParams(max_tokens=7)))
+        while len(r.output_token_ids) < 2:
+            engine.step()
+        ends += r.output_token_ids[1] == end
+        cut += r.num_drafted_tokens == 1
+        engine.abort("r")
+        engine.abort("n")
+        engine.step()
+    chance = float(second[end])
+    assert 0.1 < chance < 0.6 and cut == trials, "there was room for one guess"
+    assert binomtest(ends, trials, chance).pvalue > 1e-3, f"{ends / trials:.3f} end, where {chance:.3f} should"
 
 
 class Broken(ScriptDrafter):
