@@ -15,6 +15,9 @@ ROUNDS = 1
 OUT = benchmarks/results/local/$(SHAPE).json
 ROWS =
 
+# Most tests are of tiny models, for which a second thread is no help: so two tests at a time, with a thread each.
+TWO_AT_A_TIME = -n 2 --dist worksteal
+
 .PHONY: help bench test notebooks soak handout grade render release-check clean
 
 help:  ## this list
@@ -26,7 +29,7 @@ bench: $(STAMP)  ## measure every row on this machine and print the tables
 test: $(STAMP)  ## ruff, mypy and the tests, notebooks included
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(TWO_AT_A_TIME)
 
 notebooks: $(STAMP)  ## open the notebooks in JupyterLab
 	$(PY) -m jupyterlab --allow-root notebooks
