@@ -34,8 +34,8 @@ def run(
     rate: Annotated[float | None, typer.Option(help="requests per second of the throughput pass, which then arrive "
                                                "by themselves, instead of all at once")] = None,
     width: Annotated[int | None, typer.Option(help="only this width, of the rows that have it")] = None,
-    draft: Annotated[str | None, typer.Option(help="the draft model of liteinfer-speculative: a name, a folder or a "
-                                              "hub id; without it that row is skipped")] = None,
+    draft: Annotated[str | None, typer.Option(help="the draft of liteinfer-speculative, if not the one that comes "
+                                              "with the model: a name, a folder or a hub id")] = None,
     model: Model = "smollm2-135m",
     dtype: Dtype = None,
     device: Device = None,

@@ -29,9 +29,10 @@ KINDS = {
     "overhead": ("benchmarks.overhead", "benchmarks.radix", "benchmarks.stopwatch", "benchmarks.measurement"),
     "speculative": ("benchmarks.speculative", "benchmarks.speculative_cases", "benchmarks.drafts",
                     "benchmarks.chats", "benchmarks.repetition", "benchmarks.radix", "benchmarks.measurement"),
+    "heads": ("benchmarks.heads", "benchmarks.stopwatch", "benchmarks.measurement"),
 }
 DATA = {"speculative": "benchmarks/data/speculative.json"}   # what a kind of result is measured on besides TEXT
-DRAFTERS = "liteinfer.speculative.choose"                     # runs in a row that names no drafter of its own
+DRAFTERS, HEADS = "liteinfer.speculative.choose", "liteinfer/speculative/heads"   # a row of the first has the second
 EXCLUDED = ("liteinfer.lineage",)
 TEXT = "benchmarks/data/prose.txt"
 
@@ -41,8 +42,10 @@ def row_hash(row: Row, root: Path | None = None) -> str:
     root = root or ROOT
     entry = (row.name, row.engine, sorted(row.parts.items()), row.widths)
     modules = [target.partition(":")[0] for target in (row.engine, *row.parts.values())]
-    modules += [DRAFTERS] if row.needs == "a draft model" else []
-    return _hash([repr(entry), *_files((*modules, *RUNNER), root), (root / TEXT).read_text(encoding="utf-8")])
+    heads = sorted((root / HEADS).rglob("*.*")) if any(DRAFTERS in target for target in row.parts.values()) else []
+    weights = [hashlib.sha256(path.read_bytes()).hexdigest() for path in heads]
+    return _hash([repr(entry), *_files((*modules, *RUNNER), root), *weights,
+                  (root / TEXT).read_text(encoding="utf-8")])
 
 
 def kind_hash(kind: str, root: Path | None = None) -> str:

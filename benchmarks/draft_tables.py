@@ -91,5 +91,24 @@ def draft_costs_table(book: Book) -> Table:
     return Table("Draft costs: what a guess adds to a step", header, rows, notes + ends(book, result), keys=2)
 
 
+def heads_table(book: Book) -> Table:
+    """Draft heads of several sizes: what they know, and what a guess of theirs costs."""
+    result = book.of_kind("heads")
+    kinds = list(dict.fromkeys(kind for row in result["rows"] for kind in row["acceptance"]))
+    rows = [(row["name"], str(row["layers"]), f"{row['intermediate_size']:,}", f"{row['vocab_size']:,}",
+             f"{row['parameters'] / 1e6:,.1f} M", f"{row['steps']:,}",
+             *(share(row["acceptance"].get(kind), 1, ".1%") for kind in kinds), number(row["plain_ms"], ",.1f"),
+             number(row["guess_ms"], ",.1f"),
+             with_range(number(row["cost"], ",.3f"), row["cost_range"] if result["rounds"] > 1 else None, ",.3f"))
+            for row in result["rows"]]
+    header = ("head", "layers", "inner", "may guess", "parameters", "steps", *kinds, "plain step ms", "guess ms",
+              "guess / step")
+    notes = [f"Acceptance by kind of prompt, from the heads' cards: of drafts of {result['k']} tokens begun at every "
+             "place of the target's answers to held-out prompts, the share that stands. Guess: all that a drafted "
+             "token takes to make, checking it not included; plain step: the same engine without drafts. One request, "
+             f"ISL {result['isl']}, OSL {result['osl']}."]
+    return Table("Heads: what a draft head's size buys", header, rows, notes + ends(book, result))
+
+
 def draft(one: Result) -> str:
     return f"{one['draft']} (pause)" if one.get("pause") else str(one["draft"])

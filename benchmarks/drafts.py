@@ -60,6 +60,9 @@ def named(draft: str) -> MakeDrafter:
 
 def shown(draft: str) -> str:
     """A draft's name in a result: of a folder only its own, not where it lies."""
+    first, plus, then = draft.partition("+")
+    if plus and not Path(draft).is_dir():
+        return f"{shown(first)}+{shown(then)}"
     return Path(draft).resolve().name if Path(draft).is_dir() else draft
 
 

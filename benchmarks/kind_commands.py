@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,7 +13,7 @@ from benchmarks.command import Device, Dtype, Model, Out
 
 
 def add(app: typer.Typer) -> None:
-    for each in (memory, widths, radix, sharing, overhead, speculative):
+    for each in (memory, widths, radix, sharing, overhead, speculative, heads):
         app.command()(each)
 
 
@@ -143,9 +144,9 @@ def overhead(
 
 
 def speculative(
-    drafts: Annotated[str, typer.Option(help="who guesses: NAME@K with up to K tokens, NAME being ngram, early-exit:N "
-                                             "(the model's first N layers) or a draft model; +pause behind it ends a "
-                                             "request's drafts when they do not pay")]
+    drafts: Annotated[str, typer.Option(help="who guesses: NAME@K with up to K tokens, NAME being ngram, draft-head, "
+                                             "early-exit:N (the model's first N layers), a draft model, or two as A+B; "
+                                             "+pause behind it ends a request's drafts when they do not pay")]
     = "ngram@4,ngram@2,ngram@2+pause,early-exit:15@4",
     pause_cost: Annotated[float, typer.Option(help="what a drafted token is taken to cost, drafting and checking, as a "
                                                    "share of a step without drafts: +pause ends drafts of which a "
@@ -172,4 +173,23 @@ def speculative(
     with Show(Console(stderr=True), stages(prompts, chosen, counts, max_tokens), rounds) as watch:
         result = Speculative(loaded, chosen, prompts, counts, max_tokens, rounds, machine.facts(loaded.device), watch,
                              path).run()
+    command.conclude(result, path)
+
+
+def heads(
+    folders: Annotated[list[Path], typer.Argument(help="of heads, made by python -m liteinfer.speculative.train")],
+    rounds: Annotated[int, typer.Option(help="rounds; the heads take turns in each")] = 3,
+    out: Out = command.LOCAL / "heads.json",
+    model: Model = "smollm2-135m", dtype: Dtype = None, device: Device = None,
+) -> None:
+    """Measure what a guess of these draft heads costs, beside how often it is right."""
+    from benchmarks import machine
+    from benchmarks.heads import PASS, Heads
+    from benchmarks.progress import Show
+
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    path, loaded = command.writable(out), command.load(model, dtype, device)
+    with Show(Console(stderr=True), [((folder.resolve().name, 1, PASS), 1) for folder in folders], rounds) as watch:
+        result = Heads(loaded, folders, rounds, machine.facts(loaded.device), watch, path).run()
     command.conclude(result, path)

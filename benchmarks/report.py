@@ -12,7 +12,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from benchmarks.compare import Book, Entry, HashOf, current_hash
-from benchmarks.draft_tables import draft_costs_table, loops_table, speculative_table
+from benchmarks.draft_tables import draft_costs_table, heads_table, loops_table, speculative_table
 from benchmarks.kinds import kv_memory_table, waste_table, widths_table
 from benchmarks.measured import LATENCY, PER_EVENT, THROUGHPUT, drafts, measured_table, throughput_table
 from benchmarks.prefix_tables import overhead_table, radix_table, sharing_table
@@ -30,8 +30,9 @@ TABLES: dict[str | None, tuple[str, ...]] = {   # by kind of result
     "sharing": ("sharing",),
     "overhead": ("overhead",),
     "speculative": ("speculative", "loops", "draft_costs"),
+    "heads": ("heads",),
 }
-TELLS_SKIPPED = ("latency", "throughput", "widths", "radix", "sharing", "overhead", "speculative")
+TELLS_SKIPPED = ("latency", "throughput", "widths", "radix", "sharing", "overhead", "speculative", "heads")
 
 
 def counters_table(book: Book, shown: Sequence[Entry]) -> Table:
@@ -125,6 +126,7 @@ def build_tables(book: Book, names: Iterable[str], rows: Sequence[str] | None = 
         "speculative": lambda: speculative_table(book),
         "loops": lambda: loops_table(book),
         "draft_costs": lambda: draft_costs_table(book),
+        "heads": lambda: heads_table(book),
     }
     given: set[str] = set()
     for name in names:

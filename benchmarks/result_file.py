@@ -30,6 +30,7 @@ ROWS: dict[str | None, set[str]] = {   # by kind, what every row of a result has
     "sharing": {"name", "workload", "hit_rate", "ttft_p50_ms", "wall_s", "code_hash"},
     "overhead": {"name", "step_us", "kv_us", "code_hash"},
     "speculative": {"name", "prompts_kind", "draft", "k", "width", "tok_s", "speedup", "code_hash"},
+    "heads": {"name", "parameters", "acceptance", "guess_ms", "cost"},
 }
 REQUIRED: dict[str | None, tuple[str, ...]] = {
     None: ("machine", "versions", "model", "workload", "rows"),
@@ -42,6 +43,7 @@ REQUIRED: dict[str | None, tuple[str, ...]] = {
                  "tree_share", "rows", "code_hash"),
     "speculative": ("machine", "versions", "model", "rounds", "max_tokens", "prompt_hash", "rows", "loops", "costs",
                     "code_hash"),
+    "heads": ("machine", "versions", "model", "rounds", "k", "isl", "osl", "rows", "code_hash"),
 }
 
 

@@ -14,6 +14,9 @@ from liteinfer import lineage
 if TYPE_CHECKING:
     from liteinfer.llm import LLM
 
+Draft = Annotated[str | None, typer.Option(help="who guesses tokens: ngram, draft-head, early-exit:N, a model, or A+B: "
+                                                 "B where A has nothing to say")]
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False,
                   help="A small LLM inference engine, rung by rung.")
 
@@ -34,7 +37,7 @@ def generate(
     top_p: Annotated[float, typer.Option(help="sample among the fewest tokens reaching this probability")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="make sampling repeatable")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on past the model's end of sequence")] = False,
-    draft: Annotated[str | None, typer.Option(help="who guesses tokens: ngram, early-exit:N, a model")] = None,
+    draft: Draft = None,
     num_speculative_tokens: Annotated[int | None, typer.Option(help="the most tokens of a draft")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda")] = None,
@@ -67,7 +70,7 @@ def chat(
     top_p: Annotated[float, typer.Option(help="sample among the fewest tokens reaching this probability")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="make sampling repeatable")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="show the KV pool, and times after each answer")] = False,
-    draft: Annotated[str | None, typer.Option(help="who guesses tokens: ngram, early-exit:N, a model")] = None,
+    draft: Draft = None,
     num_speculative_tokens: Annotated[int | None, typer.Option(help="the most tokens of a draft")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda")] = None,

@@ -26,7 +26,7 @@ class Row:
     `parts` are the engine's constructor arguments that make it this row: an
     argument's name, and a "module:Class()" that is built for it, or a
     "module:Class" that the engine builds itself. `needs` is what it takes to run it
-    besides: None, "CUDA", or "a draft model".
+    besides: None, "CUDA", or "a draft model", of which one comes with the bundled model.
     """
 
     name: str
@@ -86,10 +86,11 @@ LADDER: tuple[Row, ...] = (
                "kv_manager": "liteinfer.radix_manager:RadixManager",
                "drafter": "liteinfer.speculative.ngram:NgramDrafter"}),
     Row("liteinfer-speculative", 8, "liteinfer.engines.continuous:ContinuousEngine",
-        "up to 4 tokens guessed by a draft model, checked in one pass", improves_on="liteinfer-radix",
+        "n-grams first, where they have nothing a draft head trained on a laptop", improves_on="liteinfer-radix",
         widths=(1, 32), needs="a draft model",
         parts={"linear": "liteinfer.model.linear:Packed()", "attention": "liteinfer.cache.paged:GatherSdpa()",
-               "kv_manager": "liteinfer.radix_manager:RadixManager"}),
+               "kv_manager": "liteinfer.radix_manager:RadixManager",
+               "drafter": "liteinfer.speculative.choose:shipped"}),
 )
 
 DEFAULT = "liteinfer-continuous"   # what LLM and the command line use unless told otherwise
@@ -114,6 +115,10 @@ FILES: dict[str, int] = {
     "cache/radix.py": 7, "radix_manager.py": 7,
     "speculative/verify.py": 8, "speculative/drafter.py": 8, "speculative/ngram.py": 8,
     "speculative/draft_model.py": 8, "speculative/early_exit.py": 8,
+    "speculative/listening.py": 8, "speculative/draft_head.py": 8, "speculative/fallback.py": 8,
+    "speculative/train/ahead.py": 8, "speculative/train/fit.py": 8,
+    "speculative/head_files.py": 8, "speculative/train/__init__.py": 0, "speculative/train/__main__.py": 8,
+    "speculative/train/prompts.py": 8, "speculative/train/corpus.py": 8, "speculative/train/run.py": 8,
 }
 # These may name any chapter's files: the ladder, its two front doors, and the pictures drawn from live engines.
 EXEMPT = ("lineage.py", "llm.py", "cli.py", "terminal.py",
@@ -121,10 +126,8 @@ EXEMPT = ("lineage.py", "llm.py", "cli.py", "terminal.py",
 
 
 def missing(row: Row) -> str | None:
-    """What is lacking to run the row, in a few words; None if it can be run as it is."""
-    if row.needs is None or (row.needs == "CUDA" and torch.cuda.is_available()):
-        return None
-    return f"needs {row.needs}"
+    """What this machine lacks to run the row, in a few words; None if it can be run as it is."""
+    return f"needs {row.needs}" if row.needs == "CUDA" and not torch.cuda.is_available() else None
 
 
 def find(name: str) -> Row:
@@ -147,10 +150,8 @@ def build(row: Row, model: LoadedModel, **settings: Any) -> Engine:
             row's widest width unless given.
 
     Raises:
-        ValueError: the row needs a draft model, and no `drafter` is given.
+        ValueError: the row needs a draft model, none comes with this model, and no `drafter` is given.
     """
-    if row.needs == "a draft model" and "drafter" not in settings:
-        raise ValueError(f"row {row.name} needs a draft model: give draft, a model's name, a folder or a hub id")
     if max(row.widths) > 1:
         settings = {"max_num_seqs": max(row.widths)} | settings
     parts = {argument: _resolve(part) for argument, part in row.parts.items()}

@@ -18,7 +18,7 @@ from liteinfer.detokenizer import TextOutput
 from liteinfer.engines.base import run
 from liteinfer.loading import LoadedModel, load_model
 from liteinfer.request import Completion, FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
-from liteinfer.speculative.choose import drafter
+from liteinfer.speculative.choose import SHIPPED, drafter
 
 Prompt = str | Sequence[int]
 
@@ -46,8 +46,8 @@ class LLM:
         model: a model's name, a folder, a hub id, or an already loaded model.
         row: which rung of the ladder; the newest unless told otherwise.
         max_model_len: the most tokens, prompt plus output, of one request.
-        draft: who guesses tokens: "ngram", "early-exit:N" (the model's first N layers), or a draft model;
-            for rows that run continuously.
+        draft: who guesses tokens: "ngram", "draft-head", "early-exit:N" (the model's first N layers), the folder
+            of a trained head, a draft model, or two of these as "A+B"; for rows that run continuously.
         num_speculative_tokens: the most tokens of a draft, 4 unless given.
         dtype, device: as in `load_model`.
 
@@ -153,7 +153,8 @@ def _drafter(row: lineage.Row, draft: str | None, num_speculative_tokens: int | 
     if row.engine != lineage.find("continuous").engine:
         raise ValueError(f"draft {draft!r} needs a row that runs continuously, as liteinfer-radix does, and "
                          f"{row.name} does not")
-    return {"drafter": drafter(draft or "ngram", 4 if num_speculative_tokens is None else num_speculative_tokens)}
+    own = SHIPPED if row.needs == "a draft model" else "ngram"
+    return {"drafter": drafter(draft or own, 4 if num_speculative_tokens is None else num_speculative_tokens)}
 
 
 def _each(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -21,12 +21,16 @@ from liteinfer.plots import ch08
 from liteinfer.request import Request, SamplingParams, TokenEvent
 from liteinfer.sampling import pick, processed_probs, sample
 from liteinfer.scheduler import Chunk
+from liteinfer.speculative import choose
 from liteinfer.speculative import drafter as drafting
 from liteinfer.speculative import verify as rule
+from liteinfer.speculative.draft_head import DraftHeadDrafter
 from liteinfer.speculative.draft_model import DraftModelDrafter
-from liteinfer.speculative.drafter import Pause
+from liteinfer.speculative.drafter import Draft, Pause
+from liteinfer.speculative.head_files import load_head, shipped_head
 from liteinfer.speculative.ngram import NgramIndex
 from tests.conftest import build, outputs
+from tests.heads import random_head, trained
 
 pytestmark = pytest.mark.ch08
 README = (Path(__file__).parents[1] / "chapters" / "08_speculative" / "README.md").read_text(encoding="utf-8")
@@ -353,3 +357,77 @@ def test_the_break_even_picture_shows_the_measured_points() -> None:
     assert [width for width, _ in costs["a whole step"]] == [1, 2, 4]
     texts = [text.get_text() for text in ch08.breakeven_picture(result, widths).axes[0].texts]
     assert {"json 1.40x", "code 1.10x", "json 0.40x"} <= set(texts)
+
+
+# --- the second half: a draft head -----------------------------------------------------------------------------------
+
+
+PAGE = " ".join((Path(__file__).parents[1] / "chapters" / "08_speculative" / "draft_head.md")
+                .read_text(encoding="utf-8").split())
+
+
+def test_the_heads_passes_by_hand(tiny_llama: LoadedModel) -> None:
+    """Four tokens and one taken; three guesses, of which two stand; then three pairs at once."""
+    first, second, third = ch08.steps_of_the_head(tiny_llama)
+    assert (first.places, first.own) == ((1, 2, 3, 4), False)
+    assert (second.places, second.own) == ((5,), True) and (third.places, third.own) == ((6,), True)
+    prompt = [9, 44, 1, 62]
+    answer, _ = ch08.generate(tiny_llama, prompt, 8)
+
+    class TwoStand(ch08.Told):
+        def guess(self, rooms: Mapping[Request, int]) -> dict[str, Draft]:
+            drafts = super().guess(rooms)
+            at = len(next(iter(rooms)).output_token_ids)
+            drafts["0"].token_ids[:] = [*answer[at:at + 2], (answer[at + 2] + 1) % 64]
+            return drafts
+
+    engine = build("radix", tiny_llama, max_num_seqs=1, drafter=partial(
+        TwoStand, weights=random_head(tiny_llama), num_speculative_tokens=3))
+    engine.add(request := Request("0", prompt, SamplingParams(max_tokens=8, ignore_eos=True)))
+    known = []
+    while len(request.output_token_ids) < 4:
+        engine.step()
+        known += [engine.drafter.heard["0"].fed]
+    assert request.output_token_ids == answer[:4] and known == [0, 4]
+    engine.step()
+    again, *_ = engine.drafter.passes[1]
+    assert (again.places, again.tokens, again.own) == ((5, 6, 7), tuple(answer[1:4]), False)
+    for line in ("| 1 | (f0, x1) (f1, x2) (f2, x3) (f3, x4) | g4, so x5? | 4 |",
+                 "| 2 | (g4, x5?) | g5, so x6? | 4 |", "| 3 | (g5, x6?) | g6, so x7? | 4 |",
+                 "| 1 | (f4, x5) (f5, x6) (f6, x7) | g7, so x8? | 7 |"):
+        assert line in PAGE
+
+
+def test_the_numbers_of_the_committed_head(smol: LoadedModel) -> None:
+    folder = shipped_head(smol)
+    weights = load_head(folder, smol)
+    e, inner = smol.config.hidden_size, weights["layers.0.mlp.gate_proj.weight"].shape[0]
+    attention = sum(t.numel() for name, t in weights.items() if "self_attn" in name)
+    total = sum(t.numel() for name, t in weights.items() if name != "tokens")
+    assert weights["fc.weight"].shape == (e, 1152) and e == 576 and inner == smol.config.intermediate_size
+    assert (round(total / 1e6, 1), round(attention / 1e6, 1), round(3 * e * inner / 1e6, 1)) == (4.2, 0.9, 2.7)
+    assert (folder / "draft_head.safetensors").stat().st_size < 9_000_000 and round(2 * total / 1e6, 1) == 8.4
+    assert (len(weights["tokens"]), smol.config.vocab_size) == (8192, 49152)
+    assert 6.5 < 49152 * e / total < 7
+    assert (choose.MIN_CONFIDENCE, choose.BEFORE_A_HEAD) == (0.3, 3)
+    for text in ("4.2 million parameters", "1,152 x 576", "attention takes 0.9 million",
+                 "feed-forward block 2.7 million", "In bfloat16 that is 8.4 MB",
+                 "Of 49,152 rows only 8,192 are used", "28 million numbers, nearly seven",
+                 "falls below 0.3", "at least three tokens match", "one layer instead of 30"):
+        assert text in PAGE, text
+    assert smol.config.num_layers == 30 and round(49152 * e / 1e6) == 28
+
+
+def test_out_of_step_nothing_shows_but_the_acceptance(tiny_llama: LoadedModel) -> None:
+    class OutOfStep(DraftHeadDrafter):
+        def _feed(self, sequences: Mapping[str, list[int]]) -> Tensor:
+            return super()._feed({name: [ids[0], *ids[:-1]] for name, ids in sequences.items()})
+
+    weights, prompts = trained(tiny_llama)
+    found = {}
+    for kind in (DraftHeadDrafter, OutOfStep):
+        engine = build("radix", tiny_llama, drafter=partial(kind, weights=weights))
+        said = outputs(engine, prompts, FORCED)
+        found[kind] = said, engine.counters.accepted_tokens / engine.counters.drafted_tokens
+    (right, share), (same, fallen) = found.values()
+    assert same == right and fallen < share / 2

@@ -71,33 +71,19 @@ def outcome_of(bug: Bug, processes: multiprocessing.context.ForkServerContext, t
 
 def copy_of_the_tree(tree: Path) -> None:
     for folder in ("liteinfer", "tests", "benchmarks"):
-        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__", "results", "heads"))
     shutil.copy(ROOT / "pyproject.toml", tree)
 
 
-@pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, processes: multiprocessing.context.ForkServerContext,
-             tmp_path_factory: pytest.TempPathFactory) -> dict[Bug, list[tuple[str, str]]]:
-    """What became of each selected bug's test in a copy that has the bug; two at a time, the machine has two cores."""
-    called = [getattr(item, "callspec", None) for item in request.session.items]
-    selected = [call.params["bug"] for call in called if call and "bug" in call.params]
-
-    def plant(bug: Bug) -> list[tuple[str, str]]:
-        tree = tmp_path_factory.mktemp("planted")
-        copy_of_the_tree(tree)
-        path = tree / "liteinfer" / bug.file
-        path.write_text(path.read_text().replace(bug.old, bug.new))
-        return outcome_of(bug, processes, tree)
-
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(selected, pool.map(plant, selected), strict=True))
-
-
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.file}:{bug.new[:30]}")
-def test_planted_bug_is_caught(bug: Bug, outcomes: dict[Bug, list[tuple[str, str]]]) -> None:
+def test_planted_bug_is_caught(bug: Bug, processes: multiprocessing.context.ForkServerContext, tmp_path: Path) -> None:
+    """The named test, in a copy of the tree that has the bug."""
     found = (ROOT / "liteinfer" / bug.file).read_text().count(bug.old)
     assert found == 1, f"the table is out of date: {bug.old!r} stands {found} times"
-    outcome = outcomes[bug]
+    copy_of_the_tree(tmp_path)
+    path = tmp_path / "liteinfer" / bug.file
+    path.write_text(path.read_text().replace(bug.old, bug.new))
+    outcome = outcome_of(bug, processes, tmp_path)
     assert ("failed in call", "AssertionError") in outcome, f"not caught by {bug.test}: {outcome}"
     assert {kind for how, kind in outcome if how != "passed"} == {"AssertionError"}, outcome
 

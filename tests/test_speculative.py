@@ -23,20 +23,23 @@ from liteinfer.radix_manager import RadixManager
 from liteinfer.request import Request, SamplingParams
 from liteinfer.sampling import processed_probs
 from liteinfer.speculative.choose import MakeDrafter, drafter
+from liteinfer.speculative.draft_head import DraftHeadDrafter
 from liteinfer.speculative.draft_model import DraftModelDrafter, choose
 from liteinfer.speculative.drafter import Draft, Pause, SpeculativeDrafter
 from liteinfer.speculative.early_exit import EarlyExitDrafter
+from liteinfer.speculative.fallback import FallbackDrafter
 from liteinfer.speculative.ngram import NgramDrafter, NgramIndex
 from liteinfer.trace import StepTrace
 from tests import scripted
 from tests.conftest import build, outputs
+from tests.heads import random_head
 from tests.scripted import RandomRunner, check, drain, expected, script_engine
 from tests.test_ladder import random_prompts
 from tests.test_radix_engine import overlapping
 
 pytestmark = pytest.mark.ch08
 
-DRAFTS = ("ngram", "copy", "other", "early-exit")
+DRAFTS = ("ngram", "copy", "other", "early-exit", "head", "both")
 
 
 def make(name: str, model: LoadedModel, k: int = 4, **options: Any) -> MakeDrafter:
@@ -45,6 +48,10 @@ def make(name: str, model: LoadedModel, k: int = 4, **options: Any) -> MakeDraft
         return partial(NgramDrafter, num_speculative_tokens=k, **options)
     if name == "early-exit":
         return partial(EarlyExitDrafter, layers=1, num_speculative_tokens=k, **options)
+    if name in ("head", "both"):
+        head = partial(DraftHeadDrafter, weights=random_head(model), num_speculative_tokens=k, **options)
+        ngram = partial(NgramDrafter, num_speculative_tokens=k, prompt_lookup_min=2)
+        return head if name == "head" else partial(FallbackDrafter, first=ngram, then=head, num_speculative_tokens=k)
     other = tiny_model("llama", seed=5) if name == "other" else model
     return partial(DraftModelDrafter, model=other, num_speculative_tokens=k, linear=Plain(), **options)
 
@@ -60,8 +67,17 @@ def ended(engine: ContinuousEngine) -> None:
     """Nothing is left of anybody, in the engine or in its drafter."""
     tree = getattr(engine.scheduler.kv, "tree", None)
     assert engine.cache.pool.num_used == (tree.num_evictable if tree else 0)
-    drafter = engine.drafter
+    over(engine.drafter)
+
+
+def over(drafter: Any) -> None:
+    """A drafter that has forgotten everybody."""
     assert isinstance(drafter, SpeculativeDrafter) and not drafter.drafts
+    if isinstance(drafter, FallbackDrafter):
+        over(drafter.first)
+        over(drafter.then)
+    if isinstance(drafter, DraftHeadDrafter):
+        assert drafter.cache.pool.num_used == 0 and not (drafter.cache.tables or drafter.heard or drafter.next)
     if isinstance(drafter, DraftModelDrafter):
         assert drafter.cache.pool.num_used == 0 and not drafter.cache.tables and not drafter.fed
     if isinstance(drafter, NgramDrafter):
@@ -111,7 +127,7 @@ def test_tier_a_every_drafter_k_1_to_8(name: str, k: int, tiny: LoadedModel, run
     counters = engine.counters
     assert counters.drafted_tokens == sum(each.num_drafted_tokens for each in requests) > 0
     assert counters.accepted_tokens == sum(each.num_accepted_tokens for each in requests)
-    assert counters.accepted_tokens > 0 or name == "other"
+    assert counters.accepted_tokens > 0 or name in ("other", "head")
     assert (counters.preemptions > 0) == (k in (2, 5, 7))
     ended(engine)
 
@@ -120,7 +136,7 @@ def test_a_model_that_is_not_seeded_gives_what_it_would_have_given(tiny_llama: L
     """Drawn drafts at temperature 1e-6 and top_k 1: the same tokens as greedy, by the way of rejection sampling."""
     prompts, _ = workload(tiny_llama)
     want = outputs(build("nocache", tiny_llama), prompts, SamplingParams(max_tokens=8))
-    for name in ("copy", "other", "early-exit"):
+    for name in ("copy", "other", "early-exit", "head", "both"):
         for settings in ({"temperature": 1e-6}, {"temperature": 1.0, "top_k": 1}):
             engine = build("radix", tiny_llama, drafter=make(name, tiny_llama))
             assert outputs(engine, prompts, SamplingParams(max_tokens=8, **settings)) == want
@@ -133,7 +149,7 @@ def test_tier_b_with_every_drafter(smol: LoadedModel) -> None:
 
     reference = tier_b.load()
     prompts = [item["prompt_token_ids"] for item in reference]
-    for name in ("ngram", "early-exit:20"):
+    for name in ("ngram", "draft-head", "ngram+draft-head", "early-exit:20"):
         for k, width in ((2, 1), (4, 32), (8, 8)):
             engine = build("radix", smol, max_num_seqs=width, drafter=drafter(name, k))
             tier_b.check(reference, outputs(engine, prompts, tier_b.GREEDY))
@@ -567,13 +583,14 @@ def test_nan_in_a_checked_run_is_one_requests_fault() -> None:
     assert good.output_token_ids == expected(good)
 
 
-@pytest.mark.parametrize("name", ["copy", "early-exit"])
+@pytest.mark.parametrize("name", ["copy", "early-exit", "head"])
 def test_an_interrupted_draft_pass_can_be_made_again(name: str, tiny_llama: LoadedModel,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[3, 1, 4], [9, 2]]
     want = outputs(build("nocache", tiny_llama), prompts, SamplingParams(max_tokens=15))
     engine, calls = build("radix", tiny_llama, drafter=make(name, tiny_llama)), 0
-    hidden_states = engine.drafter.llama.hidden_states
+    owner, method = ((engine.drafter, "_feed") if name == "head" else (engine.drafter.llama, "hidden_states"))
+    hidden_states = getattr(owner, method)
 
     def interrupted(*args: Any) -> torch.Tensor:
         nonlocal calls
@@ -583,7 +600,7 @@ def test_an_interrupted_draft_pass_can_be_made_again(name: str, tiny_llama: Load
             raise KeyboardInterrupt
         return hidden
 
-    engine.drafter.llama.hidden_states = interrupted
+    setattr(owner, method, interrupted)
     try:
         requests = [Request(str(i), p, SamplingParams(max_tokens=15)) for i, p in enumerate(prompts)]
         for each in requests:
@@ -592,7 +609,7 @@ def test_an_interrupted_draft_pass_can_be_made_again(name: str, tiny_llama: Load
             drain(engine)
         drain(engine)
     finally:
-        del engine.drafter.llama.hidden_states
+        delattr(owner, method)
     assert [each.output_token_ids for each in requests] == want
     ended(engine)
 
@@ -732,7 +749,7 @@ def test_the_completion_says_how_many_guesses_stood(tiny_llama: LoadedModel) -> 
 @pytest.mark.parametrize(("settings", "words"), [
     ({"row": "paged", "draft": "ngram"}, "'ngram' needs a row that runs continuously, .* liteinfer-paged does not"),
     ({"row": "radix", "num_speculative_tokens": 4}, "num_speculative_tokens 4 needs a draft, .* liteinfer-radix"),
-    ({"row": "speculative"}, "row liteinfer-speculative needs a draft model"),
+    ({"row": "speculative"}, "no draft head comes with liteinfer for"),
     ({"row": "radix", "draft": "early-exit"}, 'as in "early-exit:6", got \'early-exit\''),
     ({"row": "radix", "draft": "early-exit:x"}, "got 'early-exit:x'"),
     ({"row": "radix", "draft": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens must .* 1, got 0"),

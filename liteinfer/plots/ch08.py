@@ -1,4 +1,7 @@
-"""Pictures of chapter 8: guesses kept and refused, the rule on three tokens, tokens of a pass, where it breaks even."""
+"""Pictures of chapter 8: guesses kept and refused, the rule on three tokens, tokens of a pass, where it breaks even.
+
+Of its second half: what the draft head reads, how it learns, and what its size buys.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,12 @@ from liteinfer.model.llama import Llama
 from liteinfer.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
 from liteinfer.request import Counters, Request, SamplingParams
 from liteinfer.runner import Runner, StepOutput
+from liteinfer.speculative.draft_head import DraftHeadDrafter
 from liteinfer.speculative.drafter import Draft, SpeculativeDrafter
+from liteinfer.speculative.head_files import read_card, shipped_head
 from liteinfer.speculative.ngram import NgramDrafter
+from liteinfer.speculative.train.corpus import answers
+from liteinfer.speculative.train.fit import Learner, Settings, new_weights
 from liteinfer.trace import StepTrace
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -51,6 +58,10 @@ def pictures() -> dict[str, Figure]:
         speculative, widths = (json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
                                for name in ("speculative", "widths"))
         found["breakeven.svg"] = breakeven_picture(speculative, widths)
+    found["head.svg"] = head_picture(steps_of_the_head(tiny))
+    found["learning.svg"] = learning_picture(read_card(shipped_head(smol)))
+    if (RESULTS / "heads.json").is_file():
+        found["heads.svg"] = heads_picture(json.loads((RESULTS / "heads.json").read_text(encoding="utf-8")))
     return found
 
 
@@ -389,3 +400,135 @@ def _draw_costs(axes: Axes, widths: Mapping[str, Any], k: int = 3) -> None:
     axes.set_title(f"cost of a guess, {k} for each sequence", loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="center left", frameon=False, fontsize=8, bbox_to_anchor=(0, 0.72))
+
+
+# --- the draft head --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fed:
+    """A pass of the head: by (token, where its features come from), what it was fed, and what it guessed."""
+
+    places: tuple[int, ...]       # of the tokens fed, in the request
+    tokens: tuple[int, ...]
+    own: bool                     # the features are the head's, not the target's
+    guess: int
+
+
+class Told(DraftHeadDrafter):
+    """Keeps what each pass of the head was fed, for one request."""
+
+    def guess(self, rooms: Mapping[Request, int]) -> dict[str, Draft]:
+        self.passes: list[list[Fed]] = [*getattr(self, "passes", []), []]
+        return super().guess(rooms)
+
+    def _feed(self, sequences: Mapping[str, list[int]]) -> Tensor:
+        (name, ids), = sequences.items()
+        first = len(ids) - len(self.next[name])
+        own = bool(self.passes[-1])
+        logits = super()._feed(sequences)
+        self.passes[-1].append(Fed(tuple(range(first, len(ids))), tuple(ids[first:]), own, int(logits[0].argmax())))
+        return logits
+
+
+def steps_of_the_head(model: LoadedModel, k: int = 3) -> list[Fed]:
+    """The passes of a head for the first draft of a live request: a prompt of four tokens, and one of the target's."""
+    weights = {name: tensor if name == "tokens" else tensor.to(model.dtype) for name, tensor in
+               new_weights(model, Settings(), torch.arange(model.config.vocab_size), seed=0).items()}
+    engine = lineage.build(lineage.find("radix"), model, num_blocks=32, max_num_seqs=1,
+                           drafter=partial(Told, weights=weights, num_speculative_tokens=k))
+    assert isinstance(engine, ContinuousEngine) and isinstance(engine.drafter, Told)
+    engine.add(Request("0", [9, 44, 1, 62], SamplingParams(max_tokens=8, ignore_eos=True)))
+    engine.step()
+    engine.step()
+    return engine.drafter.passes[0]
+
+
+def head_picture(fed: Sequence[Fed]) -> Figure:
+    """A row for each pass of the head: pairs of features and token, and the guess that comes of the last."""
+    figure = Figure(figsize=(8.6, 0.75 * len(fed) + 1.0), layout="constrained")
+    axes = figure.subplots()
+    for y, each in enumerate(fed):
+        axes.text(-0.35, y, f"pass {y + 1}", ha="right", va="center", fontsize=9)
+        for place, token in zip(each.places, each.tokens, strict=True):
+            colour = SKY if each.own else GREEN
+            for x, text, face in ((0.0, f"{'g' if each.own else 'f'}{place - 1}", colour),
+                                  (0.42, f"x{place} = {token}", "white" if not each.own else ORANGE)):
+                width = 0.4 if x == 0.0 else 0.85
+                axes.add_patch(Rectangle((1.45 * (place - 1) + x, y - 0.3), width, 0.6, facecolor=face,
+                                         edgecolor="black", linewidth=0.9))
+                axes.text(1.45 * (place - 1) + x + width / 2, y, text, ha="center", va="center", fontsize=8)
+        end = 1.45 * each.places[-1]
+        axes.annotate("", (end + 0.25, y), (end - 0.12, y), arrowprops={"arrowstyle": "->", "color": "black"})
+        axes.text(end + 0.32, y, f"g{each.places[-1]}, so x{each.places[-1] + 1} = {each.guess}?", va="center",
+                  fontsize=9)
+    last = max(each.places[-1] for each in fed)
+    axes.set(xlim=(-1.1, 1.45 * last + 2.2), ylim=(len(fed) - 0.5, -0.6))
+    axes.axis("off")
+    handles = [Patch(facecolor=GREEN, edgecolor="black", label="f: the target's features"),
+               Patch(facecolor="white", edgecolor="black", label="x: a token of the request"),
+               Patch(facecolor=SKY, edgecolor="black", label="g: the head's own features"),
+               Patch(facecolor=ORANGE, edgecolor="black", label="x: a guess, fed back")]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    return figure
+
+
+def by_heart(model: LoadedModel, prompts: int = 16, steps: int = 300) -> tuple[dict[str, Tensor], list[list[int]]]:
+    """A head that has learned by heart what a tiny model says to some prompts; the head, and the prompts.
+
+    A random model's words have no system, so there is nothing else that could be learned of them.
+    """
+    draw = random.Random(0)
+    asked = [[draw.randrange(model.config.vocab_size) for _ in range(3)] for _ in range(prompts)]
+    examples = answers(model, [("", ids) for ids in asked], 0, 20, greedy=True)
+    settings = Settings(learning_rate=3e-3)
+    learner = Learner(model, settings, new_weights(model, settings, torch.arange(model.config.vocab_size), seed=0))
+    for step in range(steps):
+        learner.step(examples, (step + 1) / steps)
+    return {name: tensor if name == "tokens" else tensor.detach().to(model.dtype)
+            for name, tensor in learner.weights.items()}, asked
+
+
+KIND_COLOURS = {"code": BLUE, "json": ORANGE, "conversation": PURPLE}
+
+
+def learning_picture(card: Mapping[str, Any]) -> Figure:
+    """Acceptance on held-out prompts by kind, against the tokens the head has been trained on; and the loss."""
+    figure = Figure(figsize=(9.0, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1.5, 1))
+    curve = card["curve"]
+    seen = [point["tokens"] / 1000 for point in curve]
+    for kind in curve[0]["acceptance"]:
+        shares = [point["acceptance"][kind] for point in curve]
+        left.plot(seen, shares, "o-", color=KIND_COLOURS.get(kind, GREY), label=kind, markersize=4)
+    left.set(xlabel="tokens trained on, thousands, each as often as it was seen", ylim=(0, None),
+             ylabel=f"acceptance at k = {card['acceptance_k']}")
+    left.set_title(f"held-out prompts: {card['held_out_prompts']} that no template made", loc="left", fontsize=10)
+    left.legend(frameon=False, fontsize=9)
+    lost = [(x, point["loss"]) for x, point in zip(seen, curve, strict=True) if point["loss"] is not None]
+    right.plot([x for x, _ in lost], [loss for _, loss in lost], "s-", color="black", markersize=4)
+    right.set(xlabel="tokens trained on, thousands", ylim=(0, None), ylabel="loss")
+    right.set_title("loss on what it is trained on", loc="left", fontsize=10)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def heads_picture(result: Mapping[str, Any]) -> Figure:
+    """By what a guess costs to make, how often heads of several sizes are right, by kind of prompt."""
+    figure = Figure(figsize=(8.0, 4.0), layout="constrained")
+    axes = figure.subplots()
+    rows = sorted(result["rows"], key=lambda row: row["cost"])
+    for kind in rows[0]["acceptance"]:
+        axes.plot([row["cost"] for row in rows], [row["acceptance"][kind] for row in rows], "o--", linewidth=0.8,
+                  color=KIND_COLOURS.get(kind, GREY), label=kind, markersize=6)
+    top = max(share for row in rows for share in row["acceptance"].values())
+    for i, row in enumerate(rows):
+        axes.axvline(row["cost"], color=GREY, linewidth=0.5, zorder=0)
+        axes.text(row["cost"], top * (1.10 + 0.07 * (i % 3)), row["name"], ha="center", fontsize=8,
+                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8})
+    axes.set(xlabel="cost of making a guess, in plain steps", ylabel=f"acceptance at k = {result['k']}, held-out",
+             ylim=(0, top * 1.35), xlim=(0, None))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=9, loc="lower right")
+    return figure

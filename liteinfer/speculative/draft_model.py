@@ -26,7 +26,7 @@ from liteinfer.speculative.drafter import Draft, Pause, SpeculativeDrafter
 
 
 def draft_ahead(rooms: Mapping[Request, int], first: Mapping[Request, list[int]],
-                feed: Callable[[dict[str, list[int]]], Tensor]) -> dict[str, Draft]:
+                feed: Callable[[dict[str, list[int]]], Tensor], least: float = 0.0) -> dict[str, Draft]:
     """Feed, guess, feed the guesses: one pass for each token of the longest draft, all requests together.
 
     Args:
@@ -34,35 +34,49 @@ def draft_ahead(rooms: Mapping[Request, int], first: Mapping[Request, list[int]]
         first: what the first pass is to have fed of each request; one that it does not bring to its
             last token gets no draft in this step.
         feed: feeds what is new of each sequence, and returns the logits [B, V] after its last token.
+        least: a draft ends before the guess with which its confidence would fall below this.
     """
     drafts, ahead = dict[Request, Draft](), dict(first)
     while ahead:
         logits = feed({request.request_id: ids for request, ids in ahead.items()})   # [B, V]
+        longer = dict[Request, list[int]]()
         for (request, ids), row in zip(ahead.items(), logits, strict=True):
             draft = drafts.setdefault(request, Draft())
-            if len(ids) < request.num_tokens or not choose(row, request, draft):
+            if len(ids) < request.num_tokens or not row.max().isfinite():
                 del drafts[request]
-        ahead = {request: request.token_ids + draft.token_ids for request, draft in drafts.items()
-                 if request in ahead and len(draft.token_ids) < rooms[request]}
-    return {request.request_id: draft for request, draft in drafts.items()}
+            elif confident(row, draft, least):
+                choose(row, request, draft)
+                if len(draft.token_ids) < rooms[request]:
+                    longer[request] = request.token_ids + draft.token_ids
+        ahead = longer
+    return {request.request_id: draft for request, draft in drafts.items() if draft.token_ids}
 
 
-def choose(logits: Tensor, request: Request, draft: Draft) -> bool:
-    """Add a guess from a draft model's logits [V] to a draft; False, and none, if they are NaN.
+def confident(logits: Tensor, draft: Draft, least: float) -> bool:
+    """Whether one more guess from a draft model's logits [V] is worth its while.
+
+    A draft's confidence is the product of the largest probabilities at each of its tokens: about the
+    chance that all of it stands. It is asked before the guess is drawn. To drop a drawn guess for
+    what it is would favour the others, and the target's distribution would not come out.
+    """
+    if least > 0:
+        draft.confidence *= float(logits.softmax(dim=0).max())
+    return draft.confidence >= least
+
+
+def choose(logits: Tensor, request: Request, draft: Draft) -> None:
+    """Add a guess from a draft model's logits [V] to a draft.
 
     It is drawn from them as the target's tokens are from its own, unless the request is greedy or has
     a seed. A seed promises the same tokens whatever is drafted: then the guess is the likeliest token,
     and checking it takes one number of the request's generator, as sampling without a draft does.
     """
-    if not logits.max().isfinite():
-        return False
     if request.params.temperature == 0 or request.params.seed is not None:
         draft.token_ids.append(int(logits.argmax()))
-        return True
+        return
     probs = processed_probs(logits, request.params)                          # [V]
     draft.token_ids.append(pick(probs, uniform(request)))
     draft.probs.append(probs)
-    return True
 
 
 class DraftModelDrafter(SpeculativeDrafter):

@@ -27,6 +27,7 @@ class Draft:
 
     token_ids: list[int] = field(default_factory=list)
     probs: list[Tensor] = field(default_factory=list)
+    confidence: float = 1.0   # see draft_ahead
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,11 @@ def after_pass(stored, draft, says, ends, left):
     return taken, stored + len(taken)
 '''
 
+PAIRS = '''
+def pairs(start, fed, tokens):
+    return [(place, tokens[place + 1]) for place in range(start + fed, len(tokens) - 1)]
+'''
+
 EXPECTED = '''
 def expected_tokens(a, k):
     return sum(a ** n for n in range(k + 1))
@@ -144,5 +149,19 @@ def after_pass(stored, draft, says, ends, left):
         ("the cost once for a pass", but(EXPECTED, "1 + k * cost", "1 + (k > 0) * cost")),
         ("always guesses", but(EXPECTED, "max(range(most + 1)", "max(range(1, most + 1)")),
         ("at cost 0 all are equal, so the most", but(EXPECTED, ", -k)", ", k)")),
+    ],
+    "8.5": [
+        ("each token beside its own features", but(PAIRS, "tokens[place + 1]", "tokens[place]")),
+        ("each token beside its own features, the last one too", '''
+def pairs(start, fed, tokens):
+    return [(place, tokens[place]) for place in range(start + fed, len(tokens))]
+'''),
+        ("a place too late", '''
+def pairs(start, fed, tokens):
+    return [(place, tokens[place - 1]) for place in range(start + fed + 1, len(tokens))]
+'''),
+        ("what is cached is read again", but(PAIRS, "start + fed", "start")),
+        ("a prefix hit is forgotten", but(PAIRS, "start + fed", "fed")),
+        ("pairs counted from the text's start", but(PAIRS, "start + fed", "max(start, fed)")),
     ],
 }

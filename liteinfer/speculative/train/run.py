@@ -1,0 +1,199 @@
+"""Making a draft head: data, training, evaluation, the files. Every stage goes on where a run before it stopped."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from liteinfer.loading import LoadedModel
+from liteinfer.speculative.head_files import save_head, target_hash
+from liteinfer.speculative.train import corpus
+from liteinfer.speculative.train.corpus import Example
+from liteinfer.speculative.train.fit import Learner, Settings, batches, frequent_tokens, new_weights
+from liteinfer.speculative.train.prompts import Prompt, held_out, prompt, shipped
+
+K = 4                    # tokens of the drafts that acceptance is told of
+ANSWER = 160             # tokens of an answer, at most
+HELD_OUT_ANSWER = 128
+DATA_SHARE = 0.45        # of a run that is given minutes
+TIMED_STEPS = 5          # from which a run that is given minutes tells how many more there is time for
+EVALUATIONS = 10
+
+
+class Show(Protocol):
+    """Is told how a run goes."""
+
+    def stage(self, name: str, total: float) -> None:
+        """A stage begins that has so much to do."""
+
+    def at(self, done: float) -> None:
+        """So much of it is done."""
+
+    def say(self, line: str) -> None:
+        """A line worth keeping."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much of everything. Minutes, if given, take the place of tokens and steps.
+
+    Args:
+        tokens: of the target's answers to train on.
+        steps: of training.
+        minutes: for all of it together.
+    """
+
+    tokens: int = 66_000
+    steps: int = 1200
+    minutes: float | None = None
+    seed: int = 0
+    settings: Settings = field(default_factory=Settings)
+
+    def __post_init__(self) -> None:
+        for name, least in (("tokens", 1), ("steps", TIMED_STEPS + 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.minutes is not None and not self.minutes > 0:
+            raise ValueError(f"minutes must be above 0, got {self.minutes:g}")
+
+
+@dataclass
+class Run:
+    """One head in the making.
+
+    Args:
+        out: the folder. Its `data` and `checkpoint.pt` are what a later run goes on from.
+        mine: the reader's own prompts, besides those of the templates.
+        shard: prompts of which the answers are written together.
+        answer, held_out_answer: the most tokens of an answer to train on, and of one to evaluate on.
+        evaluated_on: the held-out prompts; the head is evaluated so many times, and at the end.
+    """
+
+    model: LoadedModel
+    out: Path
+    plan: Plan
+    show: Show
+    mine: Sequence[Prompt] = ()
+    shard: int = corpus.SHARD
+    answer: int = ANSWER
+    held_out_answer: int = HELD_OUT_ANSWER
+    evaluated_on: Sequence[Prompt] = field(default_factory=held_out)
+    evaluations: int = EVALUATIONS
+    clock: Callable[[], float] = time.monotonic
+
+    def __call__(self) -> dict[str, Any]:
+        """Do what is left to do; the card of the head."""
+        self.started = self.clock()
+        self._same_plan()
+        examples = self._data()
+        test = self._held_out()
+        weights, curve = self._train(examples, test)
+        card = self._card(examples, curve)
+        save_head(self.out, weights, card)
+        return card
+
+    def _same_plan(self) -> None:
+        """Raises ValueError if the folder holds a run of another plan: its data would be mixed with this one's."""
+        path, plan = self.out / "plan.json", asdict(self.plan)
+        plan |= {"target": self.model.name, "mine": [one.text for one in self.mine]}
+        if not path.exists():
+            self.out.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
+        elif (before := json.loads(path.read_text(encoding="utf-8"))) != plan:
+            changed = ", ".join(f"{key} {before.get(key)!r}, now {plan[key]!r}" for key in plan
+                                if before.get(key) != plan[key] and key != "mine") or "other prompts"
+            raise ValueError(f"{self.out} holds an unfinished run with {changed}: name another folder, or delete it")
+
+    def _minutes_gone(self) -> float:
+        return (self.clock() - self.started) / 60
+
+    def _data(self) -> list[Example]:
+        """The target's answers, a shard after the other, until there are enough."""
+        folder, grammar, examples = self.out / "data", shipped(), list[Example]()
+        folder.mkdir(exist_ok=True)
+        minutes = self.plan.minutes and self.plan.minutes * DATA_SHARE
+        said, number = 0, 0
+        self.show.stage("the target's answers, tokens", self.plan.tokens)
+        while said < self.plan.tokens and (not said or minutes is None or self._minutes_gone() < minutes):
+            path = folder / f"shard-{number:05}.safetensors"
+            if not path.exists():
+                asked = [prompt(i, self.plan.seed, grammar, self.mine)
+                         for i in range(number * self.shard, (number + 1) * self.shard)]
+                brought = [said]
+
+                def on_step(tokens: int, brought: list[int] = brought) -> None:
+                    brought[0] += tokens
+                    self.show.at(brought[0])
+
+                corpus.save(path, corpus.answers(self.model, corpus.encode(self.model, asked),
+                                                 self.plan.seed + number * self.shard, self.answer, on_step=on_step))
+            shard = list(corpus.load(path))
+            examples += shard
+            said += sum(len(example.ids) - example.prompt_len for example in shard)
+            number += 1
+            self.show.at(said)
+        self.show.say(f"{said:,} tokens in answers to {len(examples):,} prompts")
+        return [example for example in examples if len(example.ids) - example.prompt_len > 1]
+
+    def _held_out(self) -> list[Example]:
+        path = self.out / "data" / "held_out.safetensors"
+        if not path.exists():
+            self.show.stage("answers to held-out prompts", len(self.evaluated_on))
+            asked = corpus.encode(self.model, self.evaluated_on)
+            corpus.save(path, corpus.answers(self.model, asked, 0, self.held_out_answer, greedy=True))
+        return list(corpus.load(path))
+
+    def _train(self, examples: Sequence[Example], test: Sequence[Example]) -> tuple[Any, list[dict[str, Any]]]:
+        """The head's weights, and its learning curve."""
+        settings, seed, path = self.plan.settings, self.plan.seed, self.out / "checkpoint.pt"
+        tokens = frequent_tokens(examples, self.model.config.vocab_size, settings.vocab_size)
+        learner = Learner(self.model, settings, new_weights(self.model, settings, tokens, seed))
+        step, steps, seen, curve = 0, self.plan.steps, 0, list[dict[str, Any]]()
+        if path.exists():
+            saved = torch.load(path, weights_only=True)
+            learner.restore(saved["learner"])
+            step, steps, seen, curve = saved["step"], saved["steps"], saved["seen"], saved["curve"]
+        losses, began = list[float](), self.clock()
+        self.show.stage("training, steps", steps)
+        for batch in islice(batches(examples, settings.tokens_per_batch, seed), step, None):
+            if step in (0, steps) or step % max(1, steps // self.evaluations) == 0 or step >= steps:
+                curve = [point for point in curve if point["step"] < step]
+                curve.append(self._evaluate(learner, test, step, seen, losses))
+                torch.save({"learner": learner.state(), "step": step, "steps": steps, "seen": seen, "curve": curve},
+                           path.with_suffix(".unfinished"))
+                path.with_suffix(".unfinished").replace(path)
+                losses.clear()
+            if step >= steps:
+                break
+            losses.append(learner.step(batch, (step + 1) / steps))
+            seen += sum(len(example.ids) - example.prompt_len for example in batch)
+            step += 1
+            if self.plan.minutes is not None and step == TIMED_STEPS:
+                left = self.plan.minutes - self._minutes_gone()
+                steps = max(TIMED_STEPS + 1, int(left * 60 / ((self.clock() - began) / TIMED_STEPS)))
+                self.show.stage("training, steps", steps)
+            self.show.at(step)
+        return learner.weights, curve
+
+    def _evaluate(self, learner: Learner, test: Sequence[Example], step: int, seen: int,
+                  losses: Sequence[float]) -> dict[str, Any]:
+        found = learner.acceptance(test, K)
+        loss = sum(losses) / len(losses) if losses else None
+        self.show.say(f"step {step:,}, {seen:,} tokens seen, loss {'-' if loss is None else f'{loss:.3f}'}, acceptance "
+                      + ", ".join(f"{kind} {share:.3f}" for kind, share in found.items()))
+        return {"step": step, "tokens": seen, "loss": loss, "acceptance": found}
+
+    def _card(self, examples: Sequence[Example], curve: list[dict[str, Any]]) -> dict[str, Any]:
+        answered = sum(len(example.ids) - example.prompt_len for example in examples)
+        return {"target": self.model.name, "target_hash": target_hash(self.model),
+                "settings": asdict(self.plan.settings), "seed": self.plan.seed,
+                "prompts": len(examples), "own_prompts": len(self.mine), "tokens": answered,
+                "steps": curve[-1]["step"], "acceptance_k": K, "held_out_prompts": len(self.evaluated_on),
+                "acceptance": curve[-1]["acceptance"], "curve": curve}
