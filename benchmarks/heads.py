@@ -19,7 +19,7 @@ from benchmarks.stopwatch import Stopwatch
 from benchmarks.workloads import Shape, take
 from liteinfer import lineage
 from liteinfer.loading import LoadedModel
-from liteinfer.speculative.draft_head import DraftHeadDrafter
+from liteinfer.speculative.draft_head import DraftHeadDrafter, num_layers
 from liteinfer.speculative.head_files import load_head, read_card
 
 K = 4
@@ -104,8 +104,7 @@ class Heads(Measurement):
     def _row(self, head: Head) -> Result:
         costs = [taken["guess_ms"] / taken["plain_ms"] for taken in head.rounds]
         numbers = sum(tensor.numel() for name, tensor in head.weights.items() if name != "tokens")
-        layers = len({name.split(".")[1] for name in head.weights if name.startswith("layers.")})
-        return {"name": head.name, "layers": layers,
+        return {"name": head.name, "layers": num_layers(head.weights),
                 "intermediate_size": head.weights["layers.0.mlp.gate_proj.weight"].shape[0],
                 "vocab_size": len(head.weights["tokens"]), "parameters": numbers,
                 "tokens": head.card["tokens"], "steps": head.card["steps"], "acceptance": head.card["acceptance"],

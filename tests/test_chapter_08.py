@@ -27,7 +27,7 @@ from liteinfer.speculative import verify as rule
 from liteinfer.speculative.draft_head import DraftHeadDrafter
 from liteinfer.speculative.draft_model import DraftModelDrafter
 from liteinfer.speculative.drafter import Draft, Pause
-from liteinfer.speculative.head_files import load_head, shipped_head
+from liteinfer.speculative.head_files import load_head, read_card, shipped_head
 from liteinfer.speculative.ngram import NgramIndex
 from tests.conftest import build, outputs
 from tests.heads import random_head, trained
@@ -416,6 +416,10 @@ def test_the_numbers_of_the_committed_head(smol: LoadedModel) -> None:
                  "falls below 0.3", "at least three tokens match", "one layer instead of 30"):
         assert text in PAGE, text
     assert smol.config.num_layers == 30 and round(49152 * e / 1e6) == 28
+    card = read_card(folder)
+    assert f"{card['tokens']:,} tokens of answers" in PAGE and "little more than half of that" in PAGE
+    shares = card["acceptance"]
+    assert all(0.5 < shares[kind] / shares["json"] < 0.6 for kind in ("code", "conversation"))
 
 
 def test_out_of_step_nothing_shows_but_the_acceptance(tiny_llama: LoadedModel) -> None:

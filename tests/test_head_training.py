@@ -249,8 +249,8 @@ def test_minutes_bound_the_data_and_the_steps(tmp_path: Path, talker: LoadedMode
         now[0] += 1.0
         return now[0]
 
-    card = go(talker, tmp_path / "head", plan=replace(PLAN, minutes=0.5, tokens=100_000), clock=clock)
-    assert 6 < card["prompts"] < 200 and card["tokens"] < 100_000
+    card = go(talker, tmp_path / "head", plan=replace(PLAN, minutes=0.5, tokens=1), clock=clock)
+    assert 6 < card["prompts"] < 200, "minutes take the place of tokens"
     assert 5 < card["steps"] < 300 and card["curve"][-1]["step"] == card["steps"]
 
 
@@ -275,6 +275,16 @@ def test_a_target_that_fails_says_so(tmp_path: Path, talker: LoadedModel, monkey
 def test_a_plan_that_cannot_be_is_refused(settings: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Plan(**settings)
+
+
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"layers": 0}, "layers must be at least 1, got 0"), ({"ahead": 0}, "ahead must be at least 1, got 0"),
+    ({"vocab_size": -1}, "vocab_size must be at least 1, got -1"),
+    ({"intermediate_size": 0}, "intermediate_size must be at least 1, got 0"),
+    ({"learning_rate": 0.0}, "learning_rate must be above 0, got 0")])
+def test_settings_that_make_no_head_are_refused_before_any_work(settings: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Settings(**settings)
 
 
 def test_the_command(tmp_path: Path, talker: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,11 +53,11 @@ class Recorder:
     """Keeps the normed hidden states of every request of an engine."""
 
     def __init__(self, engine: ContinuousEngine) -> None:
-        self.engine, self.heard = engine, dict[str, list[Tensor]]()
+        self.llama, self.heard = engine.llama, dict[str, list[Tensor]]()   # not the engine: no cycle keeps its pool
         engine.runner = ListeningRunner(engine.runner, self.listen)
 
     def listen(self, chunk: Chunk, hidden: Tensor) -> None:
-        llama, name = self.engine.llama, chunk.request.request_id
+        llama, name = self.llama, chunk.request.request_id
         if chunk.start == 0:
             self.heard[name] = []          # also when it comes back from a preemption
         normed = F.rms_norm(hidden, llama.norm.shape, llama.norm, llama.config.rms_norm_eps)

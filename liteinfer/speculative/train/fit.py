@@ -45,6 +45,15 @@ class Settings:
     tokens_per_batch: int = 1024
     learning_rate: float = 2e-3
 
+    def __post_init__(self) -> None:
+        for name in ("layers", "vocab_size", "ahead", "tokens_per_batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.intermediate_size is not None and self.intermediate_size < 1:
+            raise ValueError(f"intermediate_size must be at least 1, got {self.intermediate_size}")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate:g}")
+
 
 def frequent_tokens(examples: Iterable[Example], vocab_size: int, count: int) -> Tensor:
     """The tokens the target says most often, then those the tokenizer learned first; sorted ids [count]."""

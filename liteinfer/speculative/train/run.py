@@ -121,7 +121,7 @@ class Run:
         minutes = self.plan.minutes and self.plan.minutes * DATA_SHARE
         said, number = 0, 0
         self.show.stage("the target's answers, tokens", self.plan.tokens)
-        while said < self.plan.tokens and (not said or minutes is None or self._minutes_gone() < minutes):
+        while not said or (said < self.plan.tokens if minutes is None else self._minutes_gone() < minutes):
             path = folder / f"shard-{number:05}.safetensors"
             if not path.exists():
                 asked = [prompt(i, self.plan.seed, grammar, self.mine)
@@ -157,7 +157,7 @@ class Run:
         learner = Learner(self.model, settings, new_weights(self.model, settings, tokens, seed))
         step, steps, seen, curve = 0, self.plan.steps, 0, list[dict[str, Any]]()
         if path.exists():
-            saved = torch.load(path, weights_only=True)
+            saved = torch.load(path, map_location=self.model.device, weights_only=True)
             learner.restore(saved["learner"])
             step, steps, seen, curve = saved["step"], saved["steps"], saved["seen"], saved["curve"]
         losses, began = list[float](), self.clock()
