@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import chisquare
+from torch import Tensor
 
 from liteinfer.kv_manager import KVManager
 from liteinfer.llm import LLM
@@ -21,6 +22,7 @@ from liteinfer.radix_manager import RadixManager
 from liteinfer.request import Request, SamplingParams
 from liteinfer.sampling import processed_probs
 from liteinfer.speculative.draft_head import DraftHeadDrafter
+from liteinfer.speculative.draft_model import DraftModelDrafter, draft_ahead
 from liteinfer.speculative.drafter import Draft
 from liteinfer.speculative.fallback import FallbackDrafter
 from liteinfer.speculative.head_files import CARD, WEIGHTS, load_head, save_head, target_hash
@@ -28,6 +30,7 @@ from liteinfer.speculative.ngram import NgramDrafter
 from liteinfer.speculative.train.ahead import Ahead, Batch, acceptance
 from liteinfer.speculative.train.corpus import Example, answers
 from liteinfer.speculative.train.fit import Learner, Settings
+from liteinfer.speculative.verify import verify
 from tests.conftest import build, outputs
 from tests.heads import features, random_head, trained
 
@@ -56,27 +59,59 @@ def test_every_guess_is_what_the_training_pass_would_say(layers: int, kv_manager
                                                          tiny: LoadedModel) -> None:
     """Rewound, caught up in pieces, begun anew: each draft is that of a whole pass over the request's tokens."""
     weights = random_head(tiny, layers=layers)
-    engine = build("radix", tiny, max_num_seqs=4, kv_manager=kv_manager,
-                   drafter=partial(Watched, weights=weights, linear=Plain()), **settings)
+    drafter = partial(Watched, weights=weights, linear=Plain())
+    engine, requests = served(tiny, drafter, kv_manager=kv_manager, **settings)
+    assert (engine.counters.preemptions > 0) == ("num_blocks" in settings)
+    assert same_as_in_training(tiny, weights, engine.drafter, requests) > 100
+
+
+class Wrong(NgramDrafter):
+    """Guesses that mostly do not stand, in two steps of three."""
+
+    def guess(self, rooms: Mapping[Request, int]) -> dict[str, Draft]:
+        return {r.request_id: Draft([r.num_tokens % 64, 2, 1][:room]) for r, room in rooms.items() if r.num_tokens % 3}
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_blocks": 11, "block_size": 4, "watermark": 0.0}],
+                         ids=["plain", "preempted"])
+def test_what_it_heard_of_another_drafters_refused_guesses_is_dropped(settings: dict, tiny: LoadedModel) -> None:
+    """Steps that another drafts for pile up, refused guesses among them; the head's next draft knows none of these."""
+    weights = random_head(tiny)
+    both = partial(FallbackDrafter, first=Wrong, then=partial(Watched, weights=weights, linear=Plain()))
+    engine, requests = served(tiny, both, **settings)
+    assert (engine.counters.preemptions > 0) == bool(settings)
+    assert engine.counters.drafted_tokens - engine.counters.accepted_tokens > 40
+    assert same_as_in_training(tiny, weights, engine.drafter.then, requests) > 30
+
+
+def served(model: LoadedModel, drafter: Any, **settings: Any) -> tuple[Any, list[Request]]:
+    """Four requests of different lengths, done; and their engine."""
+    engine = build("radix", model, max_num_seqs=4, drafter=drafter, **{"kv_manager": KVManager} | settings)
+    head = getattr(engine.drafter, "then", engine.drafter)
     requests = [Request(f"r{i}", [(11 * i + 5 * j) % 64 for j in range(6 + 5 * i)], SamplingParams(max_tokens=14))
                 for i in range(4)]
     for each in requests:
         engine.add(each)
     while engine.has_unfinished():
         assert not any(event.error for event in engine.step())
-        engine.drafter.cache.check()
-    assert (engine.counters.preemptions > 0) == ("num_blocks" in settings)
-    head, looked = Learner(tiny, Settings(), weights).head, 0
-    for name, known, guesses in engine.drafter.seen:
+        head.cache.check()
+    return engine, requests
+
+
+def same_as_in_training(model: LoadedModel, weights: dict[str, Tensor], drafter: Watched,
+                        requests: list[Request]) -> int:
+    """Compare all its guesses with those of a whole pass over the tokens the requests had then; how many there were."""
+    head, looked = Learner(model, Settings(), weights).head, 0
+    for name, known, guesses in drafter.seen:
         ids = next(each for each in requests if each.request_id == name).token_ids[:known]
-        told = torch.cat((features(tiny, ids[:-1]), torch.zeros(len(guesses) + 1, tiny.config.hidden_size).double()))
-        batch = Batch([Example(torch.tensor([*ids, *guesses, 0]), told, 1, "")], torch.float64, tiny.device)
+        told = torch.cat((features(model, ids[:-1]), torch.zeros(len(guesses) + 1, model.config.hidden_size).double()))
+        batch = Batch([Example(torch.tensor([*ids, *guesses, 0]), told, 1, "")], torch.float64, model.device)
         with torch.inference_mode():
             for j, (after, _) in enumerate(batch.steps(head, len(guesses))):
                 row = after[0, known - 2 + j]
                 assert int(head.tokens[head.logits(row).argmax()]) == guesses[j], (name, known, j)
                 looked += 1
-    assert looked > 100
+    return looked
 
 
 def test_attention_ahead_by_hand() -> None:
@@ -169,6 +204,39 @@ def test_a_preempted_request_keeps_nothing_in_the_heads_pool(tiny_llama: LoadedM
     assert engine.drafter.cache.pool.num_used == 0 and not engine.drafter.heard and not engine.drafter.next
 
 
+def test_a_step_that_cannot_be_heard_costs_no_request_its_tokens(tiny_llama: LoadedModel,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step of each request in four goes unheard: a warning, no draft for it until the next, the same tokens."""
+    engine = build("radix", tiny_llama, drafter=partial(DraftHeadDrafter, weights=random_head(tiny_llama)))
+    heard, normed = [0], engine.drafter.head.features
+
+    def failing(hidden: Tensor) -> Tensor:
+        heard[0] += 1
+        if heard[0] % 4 == 0:
+            raise MemoryError("no more")
+        return normed(hidden)
+
+    monkeypatch.setattr(engine.drafter.head, "features", failing)
+    prompts = [[7, 8, 9, 7, 8], [1, 2, 3, 4, 5, 6]]
+    want = outputs(build("nocache", tiny_llama), prompts, SamplingParams(max_tokens=24))
+    with pytest.warns(UserWarning, match="request .* is not heard: MemoryError: no more"):
+        assert outputs(engine, prompts, SamplingParams(max_tokens=24)) == want
+    assert engine.counters.drafted_tokens > 20 and engine.drafter.cache.pool.num_used == 0
+
+
+def test_in_a_combination_too_a_preempted_request_gives_its_blocks_back(tiny_llama: LoadedModel) -> None:
+    model = partial(DraftModelDrafter, model=tiny_llama, num_blocks=64)
+    both = partial(FallbackDrafter, first=model, then=NgramDrafter)
+    engine = build("continuous", tiny_llama, drafter=both, num_blocks=10, block_size=4, watermark=0.0, max_num_seqs=4)
+    for i in range(4):
+        engine.add(Request(str(i), [i] * 9, SamplingParams(max_tokens=16)))
+    while engine.has_unfinished():
+        running = {request.request_id for request in engine.scheduler.running}
+        engine.step()
+        assert engine.drafter.first.fed.keys() <= running, "who did not run keeps nothing"
+    assert engine.counters.preemptions > 0
+
+
 # --- drafts that end early --------------------------------------------------------------------------------------------
 
 
@@ -182,6 +250,33 @@ def test_a_draft_ends_where_its_confidence_does(tiny_llama: LoadedModel) -> None
         share[bar] = engine.counters.accepted_tokens / max(1, engine.counters.drafted_tokens)
     assert not lengths[1.1] and set(lengths[0.05]) >= {1, 2} and max(lengths[0.0]) == 4
     assert sum(lengths[0.05]) < sum(lengths[0.0]) and share[0.05] > share[0.0]
+
+
+@pytest.mark.parametrize("bar", [0.0, 0.3, 0.5, 0.8])
+def test_whether_a_guess_is_checked_does_not_depend_on_what_it_is(bar: float) -> None:
+    """A draft far from the target, 3,000 times: the tokens that come of it are the target's, all equally likely.
+
+    To drop a guess for its own small chance, after it was drawn, would make token 0 come 0.33 of the time.
+    """
+    q, found, length = torch.tensor([0.7, 0.1, 0.1, 0.1]).log(), Counter[int](), Counter[int]()
+    for i in range(3000):
+        request = Request(str(i), [0], SamplingParams(max_tokens=4, temperature=1.0))
+        request.generator.manual_seed(i)
+        draft = draft_ahead({request: 2}, {request: [0]}, lambda fed: q.expand(len(fed), -1), bar).get(str(i), Draft())
+        found[verify(torch.zeros(3, 4)[:len(draft.token_ids) + 1], draft.token_ids, request, draft.probs)[0]] += 1
+        length[len(draft.token_ids)] += 1
+    assert length == {{0.0: 2, 0.3: 2, 0.5: 1, 0.8: 0}[bar]: 3000}
+    assert chisquare([found[token] for token in range(4)]).pvalue > 1e-3
+
+
+def test_a_draft_that_goes_wrong_later_keeps_what_was_guessed_before() -> None:
+    """To drop it would make the guesses that lead there rarer than the target has them."""
+    request = Request("r", [0], SamplingParams(max_tokens=4))
+    rows = iter([torch.tensor([[0.0, 1.0]]), torch.tensor([[float("nan"), 1.0]])])
+    drafts = draft_ahead({request: 3}, {request: [0]}, lambda _: next(rows))
+    assert drafts["r"].token_ids == [1] and next(rows, None) is None
+    rows = iter([torch.tensor([[float("nan"), 1.0]])])
+    assert draft_ahead({request: 3}, {request: [0]}, lambda _: next(rows)) == {}
 
 
 @pytest.mark.parametrize("bar", [0.0, 0.2])
@@ -296,6 +391,10 @@ def spoil(folder: Path, how: str, model: LoadedModel) -> None:
         weights["tokens"][-1] = model.config.vocab_size
     elif how == "not finite":
         weights["fc.weight"][0, 0] = float("nan")
+    elif how == "no token":
+        weights["tokens"] = weights["tokens"][:0]
+    elif how == "a number for tokens":
+        weights["tokens"] = weights["tokens"][0]
     elif how == "no layer":
         weights = {name: tensor for name, tensor in weights.items() if not name.startswith("layers.")}
     save_head(folder, weights, card)
@@ -312,7 +411,8 @@ def spoil(folder: Path, how: str, model: LoadedModel) -> None:
 @pytest.mark.parametrize(("how", "words"), [
     ("a tensor short", "tensor fc.weight is None, "), ("a wrong shape", r"norm.weight is \(31,\), \(32,\) is needed"),
     ("a token too high", "tokens reach 64, the target has 64"), ("not finite", "fc.weight has numbers that are not"),
-    ("no layer", "is not one"), ("no weights", "cannot be read"), ("cut short", "cannot be read"),
+    ("no layer", "is not one"), ("no token", "there is no token that it may guess"),
+    ("a number for tokens", "is not one"), ("no weights", "cannot be read"), ("cut short", "cannot be read"),
     ("no hash", "card.json names no target_hash"), ("no JSON", "card.json cannot be read")])
 def test_a_spoiled_head_is_refused(how: str, words: str, tmp_path: Path, tiny_llama: LoadedModel) -> None:
     spoil(tmp_path / "head", how, tiny_llama)

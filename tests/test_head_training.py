@@ -237,30 +237,66 @@ def test_a_run_that_is_cut_short_goes_on_and_ends_in_the_same_head(tmp_path: Pat
             cuts += 1
     assert cuts > 2
     assert card["acceptance"] == whole["acceptance"] and card["tokens"] == whole["tokens"]
+    assert all(point["loss"] for point in card["curve"][1:]), "what was evaluated before a cut keeps its loss"
+    assert [point["step"] for point in card["curve"]] == [point["step"] for point in whole["curve"]]
     a, b = load_head(tmp_path / "whole", talker), load_head(tmp_path / "cut", talker)
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+class Ticking:
+    """A clock that goes a tenth of a second at each look."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def __call__(self) -> float:
+        self.looks += 1
+        return self.looks / 10
+
+
+HALF_A_MINUTE = replace(PLAN, minutes=0.5, tokens=1)
+
+
 def test_minutes_bound_the_data_and_the_steps(tmp_path: Path, talker: LoadedModel) -> None:
-    """A clock that goes a second at each look: 2 minutes are 54 looks for the data, and steps for what is left."""
-    now = [0.0]
+    """Half a minute is 300 looks: 135 for the data, one at each of the target's steps; training has what is left."""
+    show = Quiet()
+    card = go(talker, tmp_path / "head", show, plan=HALF_A_MINUTE, clock=Ticking())
+    assert 12 <= card["prompts"] <= 36, "minutes take the place of tokens"
+    assert 100 < card["steps"] < 600 and card["curve"][-1]["step"] == card["steps"]
+    assert show.lines[0] == "the target's answers, minutes"
 
-    def clock() -> float:
-        now[0] += 1.0
-        return now[0]
 
-    card = go(talker, tmp_path / "head", plan=replace(PLAN, minutes=0.5, tokens=1), clock=clock)
-    assert 6 < card["prompts"] < 200, "minutes take the place of tokens"
-    assert 5 < card["steps"] < 300 and card["curve"][-1]["step"] == card["steps"]
+def test_minutes_before_a_cut_count(tmp_path: Path, talker: LoadedModel) -> None:
+    """Cut after two thirds of the reports, while it trains: the run that goes on does the steps that were planned."""
+    show = Quiet()
+    whole = go(talker, tmp_path / "whole", show, plan=HALF_A_MINUTE, clock=Ticking())
+    with pytest.raises(KeyboardInterrupt):
+        go(talker, tmp_path / "cut", Quiet(show.reports * 2 // 3), plan=HALF_A_MINUTE, clock=Ticking())
+    spent = float((tmp_path / "cut" / "minutes.json").read_text())
+    assert spent > 0.45 * 0.5
+    again = go(talker, tmp_path / "cut", plan=HALF_A_MINUTE, clock=lambda: 0.0)
+    assert again == whole
+    assert float((tmp_path / "cut" / "minutes.json").read_text()) == pytest.approx(spent)
 
 
 def test_a_folder_with_another_runs_data_is_refused(tmp_path: Path, talker: LoadedModel) -> None:
     go(talker, tmp_path / "head")
-    with pytest.raises(ValueError, match="holds an unfinished run with seed 0, now 1"):
+    with pytest.raises(ValueError, match="holds a run with seed 0, now 1"):
         go(talker, tmp_path / "head", plan=replace(PLAN, seed=1))
-    with pytest.raises(ValueError, match="holds an unfinished run with other prompts"):
+    with pytest.raises(ValueError, match="holds a run with other prompts"):
         go(talker, tmp_path / "head", mine=[Prompt("own", "hello")])
+    other = tiny_model("llama", seed=1, dtype=torch.float32)
+    with pytest.raises(ValueError, match="holds a run with target_hash"):
+        go(other, tmp_path / "head")
     assert read_card(tmp_path / "head")["seed"] == 0
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused_before_any_work(tmp_path: Path,
+                                                                               talker: LoadedModel) -> None:
+    talker.config = replace(talker.config, max_position_embeddings=36)
+    with pytest.raises(ValueError, match="your prompt 2 has 8 tokens; beside an answer of 30 there is room for 6"):
+        go(talker, tmp_path / "head", mine=[Prompt("own", "hello"), Prompt("own", "hello all")])
+    assert not (tmp_path / "head").exists()
 
 
 def test_a_target_that_fails_says_so(tmp_path: Path, talker: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,21 +324,31 @@ def test_settings_that_make_no_head_are_refused_before_any_work(settings: dict, 
 
 
 def test_the_command(tmp_path: Path, talker: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    import typer
-
     from liteinfer.speculative.train import __main__ as command
 
     monkeypatch.setattr(command, "load_model", lambda _: talker)
     monkeypatch.setattr(command, "Run", partial(Run, shard=6, answer=30, held_out_answer=30))
-    app = typer.Typer()
-    app.command()(command.train)
     (tmp_path / "mine.txt").write_text("how are you\n")
     asked = ["--out", str(tmp_path / "head"), "--tokens", "200", "--steps", "8", "--seed", "3",
              "--prompts", str(tmp_path / "mine.txt"), "--vocab-size", "32",
              "--intermediate-size", "16", "--layers", "2"]
-    done = CliRunner().invoke(app, asked)
+    done = CliRunner().invoke(command.app, asked)
     assert done.exit_code == 0, done.output
     assert "tokens in answers to" in done.output and "use it as draft" in done.output
     card = json.loads((tmp_path / "head" / "card.json").read_text())
     assert card["seed"] == 3 and card["settings"]["layers"] == 2 and card["own_prompts"] == 1
     assert load_head(tmp_path / "head", talker)["layers.1.mlp.gate_proj.weight"].shape == (16, 32)
+
+
+@pytest.mark.parametrize(("asked", "words"), [
+    (["--layers", "0"], "layers must be at least 1, got 0"), (["--prompts", "no-such-file"], "No such file"),
+    (["--model", "no/such/model"], "no such folder or file")])
+def test_bad_input_is_one_line(tmp_path: Path, asked: list[str], words: str,
+                               capsys: pytest.CaptureFixture[str]) -> None:
+    from liteinfer.speculative.train import __main__ as command
+
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--out", str(tmp_path / "head"), *asked])
+    line = capsys.readouterr().err.strip()
+    assert ended.value.code == 2 and words in line and "\n" not in line
+    assert not (tmp_path / "head").exists()

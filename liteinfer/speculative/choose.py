@@ -40,7 +40,7 @@ def drafter(name: str, num_speculative_tokens: int = 4, pause: Pause | None = No
     if k < 1:
         raise ValueError(f"num_speculative_tokens must be at least 1, got {k}")
     first, plus, then = name.partition("+")
-    if plus and not Path(name).exists():
+    if plus and not Path(name).expanduser().exists():
         leading = (partial(NgramDrafter, num_speculative_tokens=k, prompt_lookup_min=BEFORE_A_HEAD) if first == "ngram"
                    else drafter(first, k))
         return partial(FallbackDrafter, first=leading, then=drafter(then, k), num_speculative_tokens=k, pause=pause)
@@ -65,5 +65,5 @@ def shipped(engine: ContinuousEngine) -> SpeculativeDrafter:
 
 def head_weights(name: str, model: LoadedModel) -> dict[str, Tensor]:
     """The weights of "draft-head", or of the head in a folder, read once for a target. Raises as `load_head`."""
-    folder = shipped_head(model) if name == "draft-head" else Path(name)
+    folder = shipped_head(model) if name == "draft-head" else Path(name).expanduser()
     return model.once(f"draft-head {folder.resolve()}", lambda: load_head(folder, model))

@@ -12,7 +12,8 @@ target's own head makes a token of that, over its most frequent tokens alone
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -101,7 +102,7 @@ class Heard:
         start: the first token whose features it was told. What was found in a prefix cache is not computed,
             so its features are nowhere: the head knows the text from there on only.
         end: the token after the last one.
-        pieces: features [n, E] that are not in the head's cache yet, in order; the last may end in refused guesses.
+        pieces: features [n, E] of a step each, not in the head's cache yet; the last may end in refused guesses.
         fed: how many are in it.
     """
 
@@ -109,6 +110,14 @@ class Heard:
     end: int
     pieces: list[Tensor] = field(default_factory=list)
     fed: int = 0
+
+    def goes_on(self, at: int) -> bool:
+        """Whether a chunk that starts there follows what was heard, but for refused guesses, which are dropped."""
+        if not self.end - (len(self.pieces[-1]) if self.pieces else 0) <= at <= self.end:
+            return False
+        if at < self.end:
+            self.pieces[-1], self.end = self.pieces[-1][:at - self.end], at
+        return True
 
 
 class DraftHeadDrafter(SpeculativeDrafter):
@@ -134,27 +143,31 @@ class DraftHeadDrafter(SpeculativeDrafter):
 
     def listen(self, chunk: Chunk, hidden: Tensor) -> None:
         """The target has computed a chunk: keep its hidden states [num_tokens, E]. Its draft may yet be refused."""
-        name, heard = chunk.request.request_id, self.heard.get(chunk.request.request_id)
-        if heard is None or not heard.start + heard.fed <= chunk.start <= heard.end:
-            self.free(name)                   # it is new, or comes back from a preemption
-            heard = self.heard[name] = Heard(chunk.start, chunk.start)
-        if chunk.start < heard.end:           # some of the last guesses were refused
-            heard.pieces = [torch.cat(heard.pieces)[:chunk.start - heard.start - heard.fed]]
-        heard.pieces.append(self.head.features(hidden))
-        heard.end = chunk.start + chunk.num_tokens
+        name = chunk.request.request_id
+        try:
+            if name not in self.heard or not self.heard[name].goes_on(chunk.start):
+                self._forget(name)            # it is new, or comes back from a preemption
+                self.heard[name] = Heard(chunk.start, chunk.start)
+            self.heard[name].pieces.append(self.head.features(hidden))
+            self.heard[name].end += chunk.num_tokens
+        except Exception as error:            # the pass itself went well, and is not to fail for this
+            warnings.warn(f"request {name!r} is not heard: {type(error).__name__}: {error}", stacklevel=2)
+            self._forget(name)
+
+    def keep_only(self, request_ids: Collection[str]) -> None:
+        for name in self.heard.keys() - request_ids:
+            self._forget(name)
 
     def guess(self, rooms: Mapping[Request, int]) -> dict[str, Draft]:
-        for name in self.heard.keys() - {request.request_id for request in self.engine.scheduler.running}:
-            self.free(name)                   # it was preempted: what it held here is for those who run
         try:
             first = {request: request.token_ids for request, room in rooms.items() if self._catch_up(request, room)}
             drafts = draft_ahead(rooms, first, self._feed, self.min_confidence)
+            for request in first:             # its own features are not the target's: what stands is fed again
+                self.cache.truncate(request.request_id, self.heard[request.request_id].fed)
         except BaseException:                 # Ctrl-C too: what is half done is forgotten, and heard anew
             for request in rooms:
-                self.free(request.request_id)
+                self._forget(request.request_id)
             raise
-        for request in first:                 # its own features are not the target's: what stands is fed again
-            self.cache.truncate(request.request_id, self.heard[request.request_id].fed)
         return drafts
 
     def _catch_up(self, request: Request, room: int) -> bool:
@@ -190,6 +203,9 @@ class DraftHeadDrafter(SpeculativeDrafter):
 
     def free(self, request_id: str) -> None:
         super().free(request_id)
+        self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
         self.heard.pop(request_id, None)
         self.next.pop(request_id, None)
         self.cache.free(request_id)

@@ -8,7 +8,7 @@ rounds without drafts it is all the same to it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 from torch import Tensor
 
@@ -42,9 +42,7 @@ def draft_ahead(rooms: Mapping[Request, int], first: Mapping[Request, list[int]]
         longer = dict[Request, list[int]]()
         for (request, ids), row in zip(ahead.items(), logits, strict=True):
             draft = drafts.setdefault(request, Draft())
-            if len(ids) < request.num_tokens or not row.max().isfinite():
-                del drafts[request]
-            elif confident(row, draft, least):
+            if len(ids) >= request.num_tokens and row.max().isfinite() and confident(row, draft, least):
                 choose(row, request, draft)
                 if len(draft.token_ids) < rooms[request]:
                     longer[request] = request.token_ids + draft.token_ids
@@ -103,10 +101,9 @@ class DraftModelDrafter(SpeculativeDrafter):
         self.counters = Counters()
         self.fed: dict[str, list[int]] = {}   # by request id, the tokens whose keys and values are stored
 
-    def propose(self, requests: Sequence[Request]) -> Mapping[str, Sequence[int]]:
-        for request_id in self.fed.keys() - {request.request_id for request in requests}:
-            self.free(request_id)             # it was preempted: what it held here is for those who run
-        return super().propose(requests)
+    def keep_only(self, request_ids: Collection[str]) -> None:
+        for request_id in self.fed.keys() - request_ids:
+            self.free(request_id)
 
     def guess(self, rooms: Mapping[Request, int]) -> dict[str, Draft]:
         return draft_ahead(rooms, self._catch_up(rooms), self._feed)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -72,7 +72,12 @@ class SpeculativeDrafter(Drafter):
     def guess(self, rooms: Mapping[Request, int]) -> dict[str, Draft]:
         """By request id, a draft of at most so many tokens for each of these requests; none for some, or all."""
 
+    def keep_only(self, request_ids: Collection[str]) -> None:
+        """Give back the memory held for any other request: it was preempted, and what it held is for those who run."""
+        return
+
     def propose(self, requests: Sequence[Request]) -> Mapping[str, Sequence[int]]:
+        self.keep_only({request.request_id for request in requests})
         rooms = {request: room for request in requests if (room := self.room(request)) > 0}
         try:
             self.drafts = self.guess(rooms) if rooms else {}

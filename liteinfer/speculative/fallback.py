@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from liteinfer.engines.continuous import ContinuousEngine
 from liteinfer.request import Request
@@ -22,6 +22,10 @@ class FallbackDrafter(SpeculativeDrafter):
         drafts = self.first.guess(rooms)
         return drafts | self.then.guess({request: room for request, room in rooms.items()
                                          if request.request_id not in drafts})
+
+    def keep_only(self, request_ids: Collection[str]) -> None:
+        self.first.keep_only(request_ids)
+        self.then.keep_only(request_ids)
 
     def free(self, request_id: str) -> None:
         super().free(request_id)

@@ -24,7 +24,12 @@ def target_hash(model: LoadedModel) -> str:
     """Says whose hidden states a head was trained on: SHA-256 over the signs of the target's embedding and last layer.
 
     Signs are the same in float32, bfloat16 and float16, and a model that was trained further has other ones.
+    They are read once for a model.
     """
+    return model.once("target_hash", lambda: _hash_of_signs(model))
+
+
+def _hash_of_signs(model: LoadedModel) -> str:
     last = f"model.layers.{model.config.num_layers - 1}."
     weights = model.weights_to_copy()
     names = ["model.embed_tokens.weight", *sorted(name for name in weights if name.startswith(last))]
@@ -37,7 +42,7 @@ def target_hash(model: LoadedModel) -> str:
 
 def is_head(name: str | Path) -> bool:
     """Whether this is the folder of a draft head."""
-    return (Path(name) / CARD).is_file()
+    return (Path(name).expanduser() / CARD).is_file()
 
 
 def save_head(folder: Path, weights: Mapping[str, Tensor], card: Mapping[str, Any]) -> None:
@@ -66,7 +71,7 @@ def load_head(folder: Path, model: LoadedModel) -> dict[str, Tensor]:
         ValueError: not a head, one of another target, or weights that are not as the target asks.
     """
     card = read_card(folder)
-    theirs, own = card["target_hash"], model.once("target_hash", lambda: target_hash(model))
+    theirs, own = card["target_hash"], target_hash(model)
     if theirs != own:
         raise ValueError(f"draft head {folder.name} belongs to target {card.get('target')!r} ({theirs[:12]}), not to "
                          f"{model.name!r} ({own[:12]}): train one with python -m liteinfer.speculative.train")
@@ -81,7 +86,7 @@ def load_head(folder: Path, model: LoadedModel) -> dict[str, Tensor]:
 
 def shipped_head(model: LoadedModel) -> Path:
     """The folder of the head that comes with liteinfer for this target. Raises ValueError if there is none."""
-    own = model.once("target_hash", lambda: target_hash(model))
+    own = target_hash(model)
     for folder in sorted(SHIPPED.iterdir()) if SHIPPED.is_dir() else []:
         if is_head(folder) and read_card(folder)["target_hash"] == own:
             return folder
@@ -107,7 +112,7 @@ def _check(name: str, weights: Mapping[str, Tensor], model: LoadedModel) -> None
     """Raises ValueError for a tensor too many, too few, or of another shape; and for tokens the target lacks."""
     try:
         layers, inner = num_layers(weights), weights["layers.0.mlp.gate_proj.weight"].shape[0]
-        wanted = expected_shapes(model, layers, inner, len(weights["tokens"]))
+        wanted = expected_shapes(model, layers, inner, weights["tokens"].shape[0])
     except (KeyError, ValueError, IndexError) as error:
         raise ValueError(f"draft head {name}: {WEIGHTS} is not one: {error}") from error
     found = {key: tuple(tensor.shape) for key, tensor in weights.items()}
@@ -115,6 +120,8 @@ def _check(name: str, weights: Mapping[str, Tensor], model: LoadedModel) -> None
         if found.get(key) != wanted.get(key):
             raise ValueError(f"draft head {name}: tensor {key} is {found.get(key)}, {wanted.get(key)} is needed")
     tokens, vocab_size = weights["tokens"], model.config.vocab_size
+    if not len(tokens):
+        raise ValueError(f"draft head {name}: there is no token that it may guess")
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
         raise ValueError(f"draft head {name}: tokens reach {int(tokens.max())}, the target has {vocab_size}")
     if bad := next((key for key, tensor in weights.items() if not torch.isfinite(tensor.float()).all()), None):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from liteinfer.loading import load_model
 from liteinfer.speculative.train.fit import Settings
@@ -19,9 +21,9 @@ class Bar:
     """A `run.Show` on a console."""
 
     def __init__(self, console: Console) -> None:
-        self.progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+        self.progress = Progress(TextColumn("{task.description} {task.completed:,.0f}/{task.total:,.0f}"), BarColumn(),
                                  TimeRemainingColumn(), console=console)
-        self.task = self.progress.add_task("", visible=False)
+        self.task = self.progress.add_task("", total=1, visible=False)
 
     def stage(self, name: str, total: float) -> None:
         self.progress.reset(self.task, description=name, total=total, visible=True)
@@ -32,7 +34,10 @@ class Bar:
     def say(self, line: str) -> None:
         self.progress.console.print(line, highlight=False)
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+
+@app.command()
 def train(
     out: Annotated[Path, typer.Option(help="the folder of the head; a run that was cut short goes on there")],
     model: Annotated[str, typer.Option(help="the target: a name, a folder or a hub id")] = "smollm2-135m",
@@ -57,5 +62,14 @@ def train(
     typer.echo(f"{out}: use it as draft {out}, or ngram+{out}")
 
 
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; bad input is one line on stderr and exit code 2."""
+    try:
+        app(args=arguments)
+    except (ValueError, OSError) as error:
+        print(f"liteinfer.speculative.train: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
 if __name__ == "__main__":
-    typer.run(train)
+    main()

@@ -23,7 +23,7 @@ K = 4                    # tokens of the drafts that acceptance is told of
 ANSWER = 160             # tokens of an answer, at most
 HELD_OUT_ANSWER = 128
 DATA_SHARE = 0.45        # of a run that is given minutes
-TIMED_STEPS = 5          # from which a run that is given minutes tells how many more there is time for
+TIMED_STEPS = 5          # from which a run that is given minutes tells how many there is time for
 EVALUATIONS = 10
 
 
@@ -31,7 +31,7 @@ class Show(Protocol):
     """Is told how a run goes."""
 
     def stage(self, name: str, total: float) -> None:
-        """A stage begins that has so much to do."""
+        """A stage begins that has so much to do; of training it is told again once it is known."""
 
     def at(self, done: float) -> None:
         """So much of it is done."""
@@ -47,7 +47,7 @@ class Plan:
     Args:
         tokens: of the target's answers to train on.
         steps: of training.
-        minutes: for all of it together.
+        minutes: for all of it together; those of a run that was cut short count too.
     """
 
     tokens: int = 66_000
@@ -69,7 +69,7 @@ class Run:
     """One head in the making.
 
     Args:
-        out: the folder. Its `data` and `checkpoint.pt` are what a later run goes on from.
+        out: the folder. Its `data`, `checkpoint.pt` and `minutes.json` are what a later run goes on from.
         mine: the reader's own prompts, besides those of the templates.
         shard: prompts of which the answers are written together.
         answer, held_out_answer: the most tokens of an answer to train on, and of one to evaluate on.
@@ -89,9 +89,15 @@ class Run:
     clock: Callable[[], float] = time.monotonic
 
     def __call__(self) -> dict[str, Any]:
-        """Do what is left to do; the card of the head."""
-        self.started = self.clock()
+        """Do what is left to do; the card of the head.
+
+        Raises:
+            ValueError: a prompt that leaves no room for an answer, or a folder that holds another run.
+        """
+        self._check_prompts()
         self._same_plan()
+        spent = self.out / "minutes.json"
+        self.started = self.clock() - 60 * (json.loads(spent.read_text(encoding="utf-8")) if spent.exists() else 0)
         examples = self._data()
         test = self._held_out()
         weights, curve = self._train(examples, test)
@@ -99,20 +105,31 @@ class Run:
         save_head(self.out, weights, card)
         return card
 
+    def _check_prompts(self) -> None:
+        limit = self.model.config.max_position_embeddings - self.answer
+        for i, (_, ids) in enumerate(corpus.encode(self.model, self.mine), 1):
+            if len(ids) > limit:
+                raise ValueError(f"your prompt {i} has {len(ids):,} tokens; beside an answer of {self.answer} there is "
+                                 f"room for {limit:,}")
+
     def _same_plan(self) -> None:
         """Raises ValueError if the folder holds a run of another plan: its data would be mixed with this one's."""
         path, plan = self.out / "plan.json", asdict(self.plan)
-        plan |= {"target": self.model.name, "mine": [one.text for one in self.mine]}
+        plan |= {"target": self.model.name, "target_hash": target_hash(self.model),
+                 "mine": [one.text for one in self.mine]}
         if not path.exists():
             self.out.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(plan, indent=2) + "\n", encoding="utf-8")
         elif (before := json.loads(path.read_text(encoding="utf-8"))) != plan:
             changed = ", ".join(f"{key} {before.get(key)!r}, now {plan[key]!r}" for key in plan
                                 if before.get(key) != plan[key] and key != "mine") or "other prompts"
-            raise ValueError(f"{self.out} holds an unfinished run with {changed}: name another folder, or delete it")
+            raise ValueError(f"{self.out} holds a run with {changed}: name another folder, or delete it")
 
     def _minutes_gone(self) -> float:
-        return (self.clock() - self.started) / 60
+        """Of this run and those it goes on from. Noted, so that one after it knows."""
+        gone = (self.clock() - self.started) / 60
+        (self.out / "minutes.json").write_text(f"{gone}\n", encoding="utf-8")
+        return gone
 
     def _data(self) -> list[Example]:
         """The target's answers, a shard after the other, until there are enough."""
@@ -120,17 +137,24 @@ class Run:
         folder.mkdir(exist_ok=True)
         minutes = self.plan.minutes and self.plan.minutes * DATA_SHARE
         said, number = 0, 0
-        self.show.stage("the target's answers, tokens", self.plan.tokens)
-        while not said or (said < self.plan.tokens if minutes is None else self._minutes_gone() < minutes):
+        if minutes is None:
+            self.show.stage("the target's answers, tokens", self.plan.tokens)
+        else:
+            self.show.stage("the target's answers, minutes", minutes)
+        while True:
             path = folder / f"shard-{number:05}.safetensors"
+            if minutes is None and said >= self.plan.tokens:
+                break
             if not path.exists():
+                if minutes is not None and said and self._minutes_gone() >= minutes:
+                    break
                 asked = [prompt(i, self.plan.seed, grammar, self.mine)
                          for i in range(number * self.shard, (number + 1) * self.shard)]
                 brought = [said]
 
                 def on_step(tokens: int, brought: list[int] = brought) -> None:
                     brought[0] += tokens
-                    self.show.at(brought[0])
+                    self.show.at(brought[0] if minutes is None else self._minutes_gone())
 
                 corpus.save(path, corpus.answers(self.model, corpus.encode(self.model, asked),
                                                  self.plan.seed + number * self.shard, self.answer, on_step=on_step))
@@ -138,7 +162,7 @@ class Run:
             examples += shard
             said += sum(len(example.ids) - example.prompt_len for example in shard)
             number += 1
-            self.show.at(said)
+            self.show.at(said if minutes is None else self._minutes_gone())
         self.show.say(f"{said:,} tokens in answers to {len(examples):,} prompts")
         return [example for example in examples if len(example.ids) - example.prompt_len > 1]
 
@@ -160,12 +184,15 @@ class Run:
             saved = torch.load(path, map_location=self.model.device, weights_only=True)
             learner.restore(saved["learner"])
             step, steps, seen, curve = saved["step"], saved["steps"], saved["seen"], saved["curve"]
-        losses, began = list[float](), self.clock()
+        losses, evaluated, evaluation = list[float](), self.clock(), 0.0
         self.show.stage("training, steps", steps)
         for batch in islice(batches(examples, settings.tokens_per_batch, seed), step, None):
-            if step in (0, steps) or step % max(1, steps // self.evaluations) == 0 or step >= steps:
-                curve = [point for point in curve if point["step"] < step]
+            due = step >= steps or step % max(1, steps // self.evaluations) == 0
+            if due and not (curve and curve[-1]["step"] == step):
+                before = self.clock()
                 curve.append(self._evaluate(learner, test, step, seen, losses))
+                self._minutes_gone()
+                evaluated, evaluation = self.clock(), self.clock() - before
                 torch.save({"learner": learner.state(), "step": step, "steps": steps, "seen": seen, "curve": curve},
                            path.with_suffix(".unfinished"))
                 path.with_suffix(".unfinished").replace(path)
@@ -176,8 +203,9 @@ class Run:
             seen += sum(len(example.ids) - example.prompt_len for example in batch)
             step += 1
             if self.plan.minutes is not None and step == TIMED_STEPS:
-                left = self.plan.minutes - self._minutes_gone()
-                steps = max(TIMED_STEPS + 1, int(left * 60 / ((self.clock() - began) / TIMED_STEPS)))
+                a_step = (self.clock() - evaluated) / TIMED_STEPS
+                left = 60 * (self.plan.minutes - self._minutes_gone()) - self.evaluations * evaluation
+                steps = max(TIMED_STEPS + 1, int(left / a_step))
                 self.show.stage("training, steps", steps)
             self.show.at(step)
         return learner.weights, curve
