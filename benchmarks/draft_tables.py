@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from benchmarks.compare import Book
 from benchmarks.prefix_tables import ends
@@ -108,6 +108,25 @@ def heads_table(book: Book) -> Table:
              "token takes to make, checking it not included; plain step: the same engine without drafts. One request, "
              f"ISL {result['isl']}, OSL {result['osl']}."]
     return Table("Heads: what a draft head's size buys", header, rows, notes + ends(book, result))
+
+
+def only_drafts(result: Result, names: Set[str]) -> Result:
+    """The part of a speculative result that is about these drafts, NAME or NAME@K as in the command.
+
+    Raises:
+        ValueError: a draft that is not in it.
+    """
+    def called(part: Result) -> tuple[str, str]:
+        return part["draft"], f"{part['draft']}@{part['k']}{'+pause' if part.get('pause') else ''}"
+
+    def kept(parts: Sequence[Result]) -> list[Result]:
+        return [part for part in parts if not names.isdisjoint(called(part))]
+
+    there = dict.fromkeys(name for row in result.get("rows", ()) if "draft" in row for name in called(row))
+    if unknown := sorted(names - there.keys()):
+        raise ValueError(f"no draft {unknown[0]!r} in these results; there are {', '.join(there) or 'none'}")
+    loops = [part | {"speedups": kept(part["speedups"])} for part in result["loops"]]
+    return result | {"rows": kept(result["rows"]), "loops": loops, "costs": kept(result["costs"])}
 
 
 def draft(one: Result) -> str:

@@ -4,6 +4,7 @@ An HTML comment, which GitHub does not show, says what belongs in a place:
 
     <!-- table: latency results=course rows=nocache,eager -->     a table of benchmarks/results/course.json
     <!-- table: waste results=memory -->                          a table of another kind of result (radix, ...)
+    <!-- table: speculative results=speculative drafts=ngram -->  only these drafts, NAME or NAME@K
     <!-- code: liteinfer/sampling.py sample -->                   a function, class or method, verbatim
     <!-- code: liteinfer/lineage.py from="text" to="text" -->     the lines from one text to the other
     <!-- end -->                                                  closes each of these
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare import Book, Entry, HashOf, current_hash
+from benchmarks.draft_tables import only_drafts
 from benchmarks.excerpt import between, definition
 from benchmarks.report import build_tables, ladder_table
 from benchmarks.result_file import dig, load
@@ -104,7 +106,7 @@ class _Page:
             self.changed.append(f"{self.path.relative_to(self.root).as_posix()}:{line} {what}")
 
     def table(self, words: list[str]) -> str:
-        names, options = _options(words, "results", "rows")
+        names, options = _options(words, "results", "rows", "drafts")
         if len(names) != 1:
             raise ValueError(f"a table marker takes one table name, got {names}")
         book = Book([]) if names == ["ladder"] and "results" not in options else self.book(options)
@@ -159,7 +161,10 @@ class _Page:
         if not (self.root / where).is_file():
             raise ValueError(f"no {where}; `python -m benchmarks run --rounds 5` (or memory, widths, radix ...) and "
                              f"then `python -m benchmarks store benchmarks/results/local/quick.json {where}` make it")
-        book = Book([load(self.root / where)], self.current)
+        result = load(self.root / where)
+        if "drafts" in options:
+            result = only_drafts(result, set(options["drafts"].split(",")))
+        book = Book([result], self.current)
         if self.check:   # a stale row is marked in tables, but a number in prose cannot carry the mark
             stale = [f"{where} row {entry.name} is stale: its code has changed" for entry in book.entries
                      if book.stale(entry)]

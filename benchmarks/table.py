@@ -13,7 +13,7 @@ from rich.text import Text
 
 DASH = "-"
 BLOCKS = "▏▎▍▌▋▊▉█"   # one to eight eighths
-LEFT = {"row", "workload", "kind", "draft", "chapter", "what it is", "improves on", "standing", "bound",
+LEFT = {"row", "workload", "kind", "draft", "head", "chapter", "what it is", "improves on", "standing", "bound",
         "note"}   # columns of words
 
 

@@ -346,7 +346,7 @@ def test_the_break_even_picture_shows_the_measured_points() -> None:
                        line("json", "early-exit:15", acceptance=0.0, speedup=0.4)],
               "costs": [{"draft": "ngram", "k": 4, "cost": 0.08}, {"draft": "ngram", "k": 2, "cost": 0.09},
                         {"draft": "early-exit:15", "k": 4, "cost": 0.7}]}
-    found = ch08.points(result)
+    found = ch08.points(result, ("ngram", "early-exit:15"))
     assert [(p.kind, p.draft, p.cost, p.acceptance) for p in found] == [
         ("json", "ngram", 0.08, 0.5), ("code", "ngram", 0.08, 0.2), ("json", "early-exit:15", 0.7, 0.0)]
     widths = {"rows": [{"linear_path": "plain F.linear", "widths": []}, {"linear_path": "oneDNN packed", "widths": [
@@ -357,6 +357,8 @@ def test_the_break_even_picture_shows_the_measured_points() -> None:
     assert [width for width, _ in costs["a whole step"]] == [1, 2, 4]
     texts = [text.get_text() for text in ch08.breakeven_picture(result, widths).axes[0].texts]
     assert {"json 1.40x", "code 1.10x", "json 0.40x"} <= set(texts)
+    texts = [text.get_text() for text in ch08.head_breakeven_picture(result).axes[0].texts]
+    assert {"json 1.40x", "code 1.10x"} <= set(texts) and "json 0.40x" not in texts
 
 
 # --- the second half: a draft head -----------------------------------------------------------------------------------

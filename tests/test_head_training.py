@@ -17,9 +17,9 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.chats import all_chats
-from liteinfer.loading import LoadedModel, tiny_model
+from liteinfer.loading import LoadedModel, load_model, tiny_model
 from liteinfer.request import SamplingParams
-from liteinfer.speculative.head_files import load_head, read_card, target_hash
+from liteinfer.speculative.head_files import load_head, read_card, shipped_head, target_hash
 from liteinfer.speculative.train import corpus
 from liteinfer.speculative.train.ahead import Batch
 from liteinfer.speculative.train.corpus import Example, answers, load, save
@@ -352,3 +352,14 @@ def test_bad_input_is_one_line(tmp_path: Path, asked: list[str], words: str,
     line = capsys.readouterr().err.strip()
     assert ended.value.code == 2 and words in line and "\n" not in line
     assert not (tmp_path / "head").exists()
+
+
+@pytest.mark.slow
+def test_training_again_reaches_the_stored_acceptance(tmp_path: Path) -> None:
+    """The shipped head, from its stored seed and settings: each kind's acceptance within 0.03. Most of an hour."""
+    model = load_model()
+    stored = read_card(shipped_head(model))
+    plan = Plan(seed=stored["seed"], steps=stored["steps"], settings=Settings(**stored["settings"]))
+    card = Run(model, tmp_path / "head", plan, Quiet())()
+    assert (card["prompts"], card["target_hash"]) == (stored["prompts"], stored["target_hash"])
+    assert card["acceptance"] == pytest.approx(stored["acceptance"], abs=0.03)

@@ -244,7 +244,7 @@ def test_pages_of_the_chapters_are_read(root, page):
     ("table: latency results=course rows=nocash", "unknown row 'nocash'"),
     ("table: latency results=course rows=native-eager", "row 'native-eager' was not measured in these results"),
     ("table: waste results=course", "none of these results is of the kind 'kv_memory'"),
-    ("table: latency results=course row=eager", "unknown option 'row'; there are results, rows"),
+    ("table: latency results=course row=eager", "unknown option 'row'; there are results, rows, drafts"),
     ("table: latency results=other",
      "`python -m benchmarks store benchmarks/results/local/quick.json benchmarks/results/other.json`"),
     ("code: toy.py Engine.stop", "no 'stop' to quote in 'Engine.stop'"),

@@ -553,6 +553,26 @@ def test_pages_take_tables_and_values(tmp_path: Path) -> None:
     assert render(tmp_path, check=True, current=no_hash) == []
 
 
+def test_a_page_may_show_some_of_the_drafts(tmp_path: Path) -> None:
+    results = tmp_path / "benchmarks/results"
+    results.mkdir(parents=True)
+    (results / "speculative.json").write_text(json.dumps(RESULT))
+    page, tables = tmp_path / "README.md", ("speculative", "loops", "draft_costs")
+
+    def show(drafts: str) -> str:
+        page.write_text("".join(f"<!-- table: {name} results=speculative drafts={drafts} -->\n<!-- end -->\n"
+                                for name in tables))
+        render(tmp_path, check=False, current=no_hash)
+        return page.read_text()
+
+    text = show("early-exit:15")
+    assert text.count("| early-exit:15 |") == 1 and "| ngram" not in text and "| json | 1 of 12 |" in text
+    assert show("ngram").count("| ngram") == 2 + 2 + 1, "two rows, two columns of loops, one cost"
+    assert show("ngram@4").count("| ngram") == 1 + 1 + 1 and show("ngram@2+pause").count("| ngram") == 1 + 1
+    with pytest.raises(ValueError, match=r"no draft 'nogram' in these results; there are ngram, ngram@4, ngram@2\+pa"):
+        show("nogram")
+
+
 # ---- the command ----------------------------------------------------------------------------------------------
 
 def exit_code(*arguments: str) -> object:

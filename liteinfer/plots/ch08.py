@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ SENTENCE = ("Correct the spelling and repeat the whole sentence: "
             "The tide comes in becuase the moon pulls on the sea.")   # asked of the real model in the first picture
 HAND = [1, 2, 3, 1], [2, 3, 1, 2, 3, 4]          # prompt and output, worked by hand in the text
 P, Q = (0.5, 0.3, 0.2), (0.2, 0.7, 0.1)          # worked by hand in the text
+FIRST_HALF, SECOND_HALF = ("ngram", "early-exit:15"), ("ngram", "draft-head", "ngram+draft-head")   # of the drafts
 KEPT, REFUSED, OWN = BLUE, VERMILION, ORANGE
 CHANCES, LENGTHS = (0.1, 0.3, 0.5, 0.7, 0.8, 0.9), (1, 2, 4, 8)
 
@@ -58,6 +59,7 @@ def pictures() -> dict[str, Figure]:
         speculative, widths = (json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
                                for name in ("speculative", "widths"))
         found["breakeven.svg"] = breakeven_picture(speculative, widths)
+        found["breakeven_head.svg"] = head_breakeven_picture(speculative)
     found["head.svg"] = head_picture(steps_of_the_head(tiny))
     found["learning.svg"] = learning_picture(read_card(shipped_head(smol)))
     if (RESULTS / "heads.json").is_file():
@@ -315,8 +317,15 @@ def breakeven_picture(speculative: Mapping[str, Any], widths: Mapping[str, Any])
     """Left: the surface, with what was measured at width 1. Right: what a guess costs as the batch grows."""
     figure = Figure(figsize=(9.6, 4.1), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
-    _draw_surface(left, points(speculative))
+    _draw_surface(left, points(speculative, FIRST_HALF), 0.5)
     _draw_costs(right, widths)
+    return figure
+
+
+def head_breakeven_picture(speculative: Mapping[str, Any]) -> Figure:
+    """The surface again, nearer to its axis, with the points of the draft head alone and behind n-grams."""
+    figure = Figure(figsize=(7.6, 5.0), layout="constrained")
+    _draw_surface(figure.subplots(), points(speculative, SECOND_HALF), 0.25, labelled_left=SECOND_HALF[:1])
     return figure
 
 
@@ -332,17 +341,18 @@ class Point:
     speedup: float
 
 
-def points(result: Mapping[str, Any], k: int = 4) -> list[Point]:
-    """The lines with drafts of up to k tokens, without a pause, at width 1; each with its draft's cost."""
+def points(result: Mapping[str, Any], drafts: Collection[str], k: int = 4) -> list[Point]:
+    """The lines with these drafts of up to k tokens, without a pause, at width 1; each with its draft's cost."""
     costs = {each["draft"]: each["cost"] for each in result["costs"] if each["k"] == k}
     return [Point(row["prompts_kind"], row["draft"], row["k"], costs[row["draft"]], row["acceptance"], row["speedup"])
             for row in result["rows"]
-            if (row["width"], row["k"], row["pause"]) == (1, k, None) and costs.get(row["draft"]) is not None
-            and row["acceptance"] is not None]
+            if (row["width"], row["k"], row["pause"]) == (1, k, None) and row["draft"] in drafts
+            and costs.get(row["draft"]) is not None and row["acceptance"] is not None]
 
 
-def _draw_surface(axes: Axes, found: Sequence[Point]) -> None:
-    widest = max([0.5, *(1.25 * point.cost for point in found)])
+def _draw_surface(axes: Axes, found: Sequence[Point], width: float, labelled_left: Collection[str] = ()) -> None:
+    """The surface up to a cost of at least `width`; labels stand right of their points, those of some drafts left."""
+    widest = max([width, *(1.25 * point.cost for point in found)])
     cost, acceptance = torch.meshgrid(torch.linspace(0, widest, 120), torch.linspace(0, 1, 120), indexing="xy")
     k = found[0].k if found else 4
     surface: Tensor = speedup(acceptance, cost, k)
@@ -359,7 +369,7 @@ def _draw_surface(axes: Axes, found: Sequence[Point]) -> None:
             axes.plot([point.cost], [point.acceptance], marks[point.kind], color=colours[draft],
                       markeredgecolor="black", markersize=7, zorder=4)
             above = max(above + 0.055, point.acceptance, 0.03)             # a label stands over the one below it
-            side = 1 if point.cost < 0.7 * widest else -1
+            side = 1 if point.cost < 0.7 * widest and draft not in labelled_left else -1
             axes.text(point.cost + side * 0.02 * widest, above, f"{point.kind} {point.speedup:.2f}x",
                       ha="left" if side == 1 else "right", va="center", fontsize=8, zorder=5,
                       bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8})
@@ -520,7 +530,7 @@ def heads_picture(result: Mapping[str, Any]) -> Figure:
     axes = figure.subplots()
     rows = sorted(result["rows"], key=lambda row: row["cost"])
     for kind in rows[0]["acceptance"]:
-        axes.plot([row["cost"] for row in rows], [row["acceptance"][kind] for row in rows], "o--", linewidth=0.8,
+        axes.plot([row["cost"] for row in rows], [row["acceptance"][kind] for row in rows], "o",
                   color=KIND_COLOURS.get(kind, GREY), label=kind, markersize=6)
     top = max(share for row in rows for share in row["acceptance"].values())
     for i, row in enumerate(rows):
@@ -528,7 +538,7 @@ def heads_picture(result: Mapping[str, Any]) -> Figure:
         axes.text(row["cost"], top * (1.10 + 0.07 * (i % 3)), row["name"], ha="center", fontsize=8,
                   bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8})
     axes.set(xlabel="cost of making a guess, in plain steps", ylabel=f"acceptance at k = {result['k']}, held-out",
-             ylim=(0, top * 1.35), xlim=(0, None))
+             ylim=(0, top * 1.35), xlim=(0, 1.1 * rows[-1]["cost"]))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9, loc="lower right")
     return figure
