@@ -69,6 +69,15 @@ def encode(model: LoadedModel, prompts: Sequence[Prompt]) -> list[Asked]:
     return [(prompt.kind, model.encode_chat([{"role": "user", "content": prompt.text}])) for prompt in prompts]
 
 
+def check_prompts(model: LoadedModel, prompts: Sequence[Prompt], answer: int) -> None:
+    """Raises ValueError for a prompt that leaves no room for an answer of so many tokens."""
+    limit = model.config.max_position_embeddings - answer
+    for i, (_, ids) in enumerate(encode(model, prompts), 1):
+        if len(ids) > limit:
+            raise ValueError(f"your prompt {i} has {len(ids):,} tokens; beside an answer of {answer} there is room for "
+                             f"{limit:,}")
+
+
 def answers(model: LoadedModel, asked: Sequence[Asked], seed: int, max_tokens: int, greedy: bool = False,
             max_num_seqs: int = 32, on_step: Callable[[int], None] = lambda _: None) -> list[Example]:
     """The target's answers, in the order of the prompts; `on_step` is told how many tokens each step brought.

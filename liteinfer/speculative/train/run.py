@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,52 +16,20 @@ from liteinfer.loading import LoadedModel
 from liteinfer.speculative.head_files import save_head, target_hash
 from liteinfer.speculative.train import corpus
 from liteinfer.speculative.train.corpus import Example
-from liteinfer.speculative.train.fit import Learner, Settings, batches, frequent_tokens, new_weights
+from liteinfer.speculative.train.fit import Learner, batches, frequent_tokens, new_weights
+from liteinfer.speculative.train.plan import (
+    ANSWER,
+    DATA_SHARE,
+    EVALUATIONS,
+    HELD_OUT_ANSWER,
+    TIMED_STEPS,
+    K,
+    Plan,
+    Show,
+)
 from liteinfer.speculative.train.prompts import Prompt, held_out, prompt, shipped
 
-K = 4                    # tokens of the drafts that acceptance is told of
-ANSWER = 160             # tokens of an answer, at most
-HELD_OUT_ANSWER = 128
-DATA_SHARE = 0.45        # of a run that is given minutes
-TIMED_STEPS = 5          # from which a run that is given minutes tells how many there is time for
-EVALUATIONS = 10
-
-
-class Show(Protocol):
-    """Is told how a run goes."""
-
-    def stage(self, name: str, total: float) -> None:
-        """A stage begins that has so much to do; of training it is told again once it is known."""
-
-    def at(self, done: float) -> None:
-        """So much of it is done."""
-
-    def say(self, line: str) -> None:
-        """A line worth keeping."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How much of everything. Minutes, if given, take the place of tokens and steps.
-
-    Args:
-        tokens: of the target's answers to train on.
-        steps: of training.
-        minutes: for all of it together; those of a run that was cut short count too.
-    """
-
-    tokens: int = 66_000
-    steps: int = 1200
-    minutes: float | None = None
-    seed: int = 0
-    settings: Settings = field(default_factory=Settings)
-
-    def __post_init__(self) -> None:
-        for name, least in (("tokens", 1), ("steps", TIMED_STEPS + 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.minutes is not None and not self.minutes > 0:
-            raise ValueError(f"minutes must be above 0, got {self.minutes:g}")
+__all__ = ["Plan", "Run", "Show"]
 
 
 @dataclass
@@ -94,7 +62,7 @@ class Run:
         Raises:
             ValueError: a prompt that leaves no room for an answer, or a folder that holds another run.
         """
-        self._check_prompts()
+        corpus.check_prompts(self.model, self.mine, self.answer)
         self._same_plan()
         spent = self.out / "minutes.json"
         self.started = self.clock() - 60 * (json.loads(spent.read_text(encoding="utf-8")) if spent.exists() else 0)
@@ -104,13 +72,6 @@ class Run:
         card = self._card(examples, curve)
         save_head(self.out, weights, card)
         return card
-
-    def _check_prompts(self) -> None:
-        limit = self.model.config.max_position_embeddings - self.answer
-        for i, (_, ids) in enumerate(corpus.encode(self.model, self.mine), 1):
-            if len(ids) > limit:
-                raise ValueError(f"your prompt {i} has {len(ids):,} tokens; beside an answer of {self.answer} there is "
-                                 f"room for {limit:,}")
 
     def _same_plan(self) -> None:
         """Raises ValueError if the folder holds a run of another plan: its data would be mixed with this one's."""
@@ -137,10 +98,8 @@ class Run:
         folder.mkdir(exist_ok=True)
         minutes = self.plan.minutes and self.plan.minutes * DATA_SHARE
         said, number = 0, 0
-        if minutes is None:
-            self.show.stage("the target's answers, tokens", self.plan.tokens)
-        else:
-            self.show.stage("the target's answers, minutes", minutes)
+        unit, total = ("tokens", self.plan.tokens) if minutes is None else ("minutes", minutes)
+        self.show.stage(f"the target's answers, {unit}", total)
         while True:
             path = folder / f"shard-{number:05}.safetensors"
             if minutes is None and said >= self.plan.tokens:
