@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from fractions import Fraction
@@ -30,7 +31,7 @@ from liteinfer.speculative.draft_model import DraftModelDrafter
 from liteinfer.speculative.drafter import Draft, Pause
 from liteinfer.speculative.head_files import load_head, read_card, shipped_head
 from liteinfer.speculative.ngram import NgramIndex
-from liteinfer.speculative.train.run import Plan
+from liteinfer.speculative.train.plan import Plan
 from tests.conftest import build, outputs
 from tests.heads import random_head, trained
 
@@ -420,13 +421,51 @@ def test_the_numbers_of_the_committed_head(smol: LoadedModel) -> None:
                  "would fall below 0.3", "at least three tokens match", "one layer instead of 30"):
         assert text in PAGE, text
     assert smol.config.num_layers == 30 and round(49152 * e / 1e6) == 28
+    assert (round(8192 * e / 1e6, 1), round((total + 8192 * e) / 1e6, 1)) == (4.7, 8.9)
+    assert "guess reads 8.9 million numbers: 4.2 million of the head's own, and 4.7 million of 8,192 rows" in PAGE
     card = read_card(folder)
     plan = Plan()   # a run of the command without options makes this head again
     assert (card["settings"], card["steps"], card["seed"]) == (asdict(plan.settings), plan.steps, plan.seed)
     assert 0 <= card["tokens"] - plan.tokens < 96 * 160
     assert f"{card['tokens']:,} tokens of answers" in PAGE and "little more than half of that" in PAGE
+    assert card["curve"][-1]["tokens"] // card["tokens"] == 9
+    assert f"the {card['tokens']:,} tokens were seen nine times" in PAGE
+    assert f"has read {card['tokens']:,} tokens of answers" in PAGE
     shares = card["acceptance"]
     assert all(0.5 < shares[kind] / shares["json"] < 0.6 for kind in ("code", "conversation"))
+
+
+def test_what_the_page_says_of_heads_of_other_sizes() -> None:
+    """The words beside the stored table: each comparison is one of its rows with base's."""
+    result = json.loads((ch08.RESULTS / "heads.json").read_text(encoding="utf-8"))
+    row = {each["name"]: each for each in result["rows"]}
+    base = row["base"]
+
+    def cost(name: str) -> float:
+        return row[name]["cost"] / base["cost"]
+
+    def gained(name: str) -> list[float]:
+        return [row[name]["acceptance"][kind] - share for kind, share in base["acceptance"].items()]
+
+    assert 1.3 < cost("deep") < 1.6 and max(gained("deep")) < 0.02, "half as much again, and brings little"
+    assert row["small"]["parameters"] < 0.55 * base["parameters"] and 0.75 < cost("small") < 0.95
+    assert min(gained("small")) > -0.03, "loses little"
+    assert 0.66 < cost("few") < 0.76 and all(abs(each) < 0.01 for each in gained("few")), "about as often right"
+    assert min(gained("shipped")) > max(0.0, min(gained("deep"))), "most is gained by training longer"
+    assert {name: (each["layers"], each["intermediate_size"], each["vocab_size"]) for name, each in row.items()} == {
+        "base": (1, 1536, 8192), "small": (1, 384, 8192), "deep": (2, 1536, 8192), "few": (1, 1536, 2048),
+        "shipped": (1, 1536, 8192)}
+
+
+def test_what_the_page_says_of_the_drafts_together() -> None:
+    """At width 1 both come further than either; the head alone gains little."""
+    result = json.loads((ch08.RESULTS / "speculative.json").read_text(encoding="utf-8"))
+    gain = {(row["prompts_kind"], row["draft"]): row["speedup"] for row in result["rows"]
+            if (row["width"], row["k"], row["pause"]) == (1, 4, None)}
+    for kind in ("code", "json", "conversation"):
+        alone = [gain[kind, draft] for draft in ("ngram", "draft-head")]
+        assert gain[kind, "ngram+draft-head"] > max(alone) and 1 < alone[1] < 1.3
+    assert min(("code", "json", "conversation"), key=lambda kind: gain[kind, "ngram+draft-head"]) == "conversation"
 
 
 def test_out_of_step_nothing_shows_but_the_acceptance(tiny_llama: LoadedModel) -> None:

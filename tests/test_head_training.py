@@ -24,8 +24,9 @@ from liteinfer.speculative.train import corpus
 from liteinfer.speculative.train.ahead import Batch
 from liteinfer.speculative.train.corpus import Example, answers, load, save
 from liteinfer.speculative.train.fit import Learner, Settings, batches, frequent_tokens, new_weights
+from liteinfer.speculative.train.plan import Plan
 from liteinfer.speculative.train.prompts import KINDS, Grammar, Prompt, held_out, own, prompt, shipped
-from liteinfer.speculative.train.run import Plan, Run
+from liteinfer.speculative.train.run import Run
 from tests.conftest import build, outputs
 from tests.heads import features
 

@@ -13,12 +13,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from liteinfer.loading import load_model
 from liteinfer.speculative.train.fit import Settings
+from liteinfer.speculative.train.plan import Plan
 from liteinfer.speculative.train.prompts import own
-from liteinfer.speculative.train.run import Plan, Run
+from liteinfer.speculative.train.run import Run
 
 
 class Bar:
-    """A `run.Show` on a console."""
+    """A `Show` on a console."""
 
     def __init__(self, console: Console) -> None:
         self.progress = Progress(TextColumn("{task.description} {task.completed:,.0f}/{task.total:,.0f}"), BarColumn(),
@@ -33,6 +34,7 @@ class Bar:
 
     def say(self, line: str) -> None:
         self.progress.console.print(line, highlight=False)
+
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -29,8 +29,6 @@ from liteinfer.speculative.train.plan import (
 )
 from liteinfer.speculative.train.prompts import Prompt, held_out, prompt, shipped
 
-__all__ = ["Plan", "Run", "Show"]
-
 
 @dataclass
 class Run:
@@ -87,43 +85,49 @@ class Run:
             raise ValueError(f"{self.out} holds a run with {changed}: name another folder, or delete it")
 
     def _minutes_gone(self) -> float:
-        """Of this run and those it goes on from. Noted, so that one after it knows."""
-        gone = (self.clock() - self.started) / 60
-        (self.out / "minutes.json").write_text(f"{gone}\n", encoding="utf-8")
-        return gone
+        """Of this run and those it goes on from."""
+        return (self.clock() - self.started) / 60
+
+    def _note_minutes(self) -> None:
+        """For a run that goes on from what has just been saved."""
+        (self.out / "minutes.json").write_text(f"{self._minutes_gone()}\n", encoding="utf-8")
 
     def _data(self) -> list[Example]:
         """The target's answers, a shard after the other, until there are enough."""
         folder, grammar, examples = self.out / "data", shipped(), list[Example]()
         folder.mkdir(exist_ok=True)
-        minutes = self.plan.minutes and self.plan.minutes * DATA_SHARE
-        said, number = 0, 0
-        unit, total = ("tokens", self.plan.tokens) if minutes is None else ("minutes", minutes)
+        minutes, said, number = self.plan.minutes, 0, 0
+        unit, total = ("tokens", self.plan.tokens) if minutes is None else ("minutes", minutes * DATA_SHARE)
         self.show.stage(f"the target's answers, {unit}", total)
-        while True:
-            path = folder / f"shard-{number:05}.safetensors"
-            if minutes is None and said >= self.plan.tokens:
-                break
+
+        def done(said: int) -> float:
+            return said if minutes is None else self._minutes_gone()
+
+        # Data that is there was made within its minutes, so all of it counts; of too many tokens the first do.
+        while not said or done(said) < total or (minutes is not None and self._shard(number).exists()):
+            path = self._shard(number)
             if not path.exists():
-                if minutes is not None and said and self._minutes_gone() >= minutes:
-                    break
                 asked = [prompt(i, self.plan.seed, grammar, self.mine)
                          for i in range(number * self.shard, (number + 1) * self.shard)]
                 brought = [said]
 
                 def on_step(tokens: int, brought: list[int] = brought) -> None:
                     brought[0] += tokens
-                    self.show.at(brought[0] if minutes is None else self._minutes_gone())
+                    self.show.at(done(brought[0]))
 
                 corpus.save(path, corpus.answers(self.model, corpus.encode(self.model, asked),
                                                  self.plan.seed + number * self.shard, self.answer, on_step=on_step))
+                self._note_minutes()
             shard = list(corpus.load(path))
             examples += shard
             said += sum(len(example.ids) - example.prompt_len for example in shard)
             number += 1
-            self.show.at(said if minutes is None else self._minutes_gone())
+            self.show.at(done(said))
         self.show.say(f"{said:,} tokens in answers to {len(examples):,} prompts")
         return [example for example in examples if len(example.ids) - example.prompt_len > 1]
+
+    def _shard(self, number: int) -> Path:
+        return self.out / "data" / f"shard-{number:05}.safetensors"
 
     def _held_out(self) -> list[Example]:
         path = self.out / "data" / "held_out.safetensors"
@@ -150,11 +154,11 @@ class Run:
             if due and not (curve and curve[-1]["step"] == step):
                 before = self.clock()
                 curve.append(self._evaluate(learner, test, step, seen, losses))
-                self._minutes_gone()
-                evaluated, evaluation = self.clock(), self.clock() - before
                 torch.save({"learner": learner.state(), "step": step, "steps": steps, "seen": seen, "curve": curve},
                            path.with_suffix(".unfinished"))
                 path.with_suffix(".unfinished").replace(path)
+                self._note_minutes()
+                evaluated, evaluation = self.clock(), self.clock() - before
                 losses.clear()
             if step >= steps:
                 break
