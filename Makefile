@@ -9,22 +9,28 @@ UNFINISHED = .venv/.unfinished
 PYTHON ?=
 PYTHONS = python3.13 python3.12 python3.11 python3.14 python3
 
+# make bench REFERENCES=1: with vLLM and transformers beside the ladder
 # make bench SHAPE=paper ROUNDS=3 ROWS=liteinfer-eager,liteinfer-native-packed OUT=mine.json
 SHAPE = quick
 ROUNDS = 1
 OUT = benchmarks/results/local/$(SHAPE).json
 ROWS =
+REFERENCES =
 
 # Most tests are of tiny models, for which a second thread is no help: so two tests at a time, with a thread each.
 TWO_AT_A_TIME = -n 2 --dist worksteal
 
-.PHONY: help bench test notebooks soak handout grade render release-check clean
+.PHONY: help bench references test notebooks soak handout grade render release-check clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' Makefile
 
 bench: $(STAMP)  ## measure every row on this machine and print the tables
-	$(PY) -m benchmarks run --shape "$(SHAPE)" --rounds "$(ROUNDS)" $(if $(ROWS),--rows "$(ROWS)") --out "$(OUT)"
+	$(PY) -m benchmarks run --shape "$(SHAPE)" --rounds "$(ROUNDS)" $(if $(ROWS),--rows "$(ROWS)") \
+	    $(if $(filter-out 0,$(REFERENCES)),--references) --out "$(OUT)"
+
+references: $(STAMP)  ## vLLM in an environment of its own, for make bench REFERENCES=1
+	$(PY) -m benchmarks.references
 
 test: $(STAMP)  ## ruff, mypy and the tests, notebooks included
 	$(PY) -m ruff check .

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks import command, kind_commands
+from benchmarks import command, compare_command, kind_commands
 from benchmarks.command import Device, Dtype, Model, app
 from liteinfer import lineage
 
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 @app.command()
 def run(
-    rows: Annotated[str, typer.Option(help="names, separated by commas; all rows unless given")] = "",
+    rows: Annotated[str, typer.Option(help="names, separated by commas; the ladder's rows unless given")] = "",
+    references: Annotated[bool, typer.Option("--references", help="vLLM (make references) and transformers "
+                                             "besides")] = False,
     shape: Annotated[str, typer.Option(help="the workload (python -m benchmarks list)")] = "quick",
     rounds: Annotated[int, typer.Option(help="rounds; the rows take turns in each")] = 1,
     out: Annotated[Path | None, typer.Option(help="the result file; benchmarks/results/local/SHAPE.json, "
@@ -46,7 +48,7 @@ def run(
     from benchmarks.workloads import find_shape
 
     workload = find_shape(shape).override(isl, osl, prompts, rate)
-    chosen = entries(rows, width)
+    chosen = entries(rows, width, references)
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     check_named(draft, [entry.row.name for entry in chosen if entry.row.needs == NEEDS_DRAFT])
@@ -57,6 +59,7 @@ def run(
 
 
 kind_commands.add(app)
+compare_command.add(app)
 
 
 @app.command("report")
@@ -84,9 +87,9 @@ def list_() -> None:
     rows = Table(title="rows", title_justify="left", box=None)
     for heading in ("row", "ch", "width", "what it is", "improves on"):
         rows.add_column(heading, no_wrap=heading == "row")
-    for row in lineage.LADDER:
+    for row in (*lineage.LADDER, *lineage.REFERENCES):
         what = row.what + (f" ({reason})" if (reason := lineage.missing(row)) else "")
-        rows.add_row(row.name, str(row.chapter), ", ".join(map(str, row.widths)), what,
+        rows.add_row(row.name, str(row.chapter or "-"), ", ".join(map(str, row.widths)), what,
                      (row.improves_on or "-").removeprefix("liteinfer-"))
     shapes = Table(title="shapes", title_justify="left", box=None)
     for heading in ("shape", "ISL", "OSL", "latency prompts", "throughput prompts"):
@@ -125,16 +128,18 @@ def render(
         raise typer.Exit(1)
 
 
-def entries(names: str, width: int | None = None) -> list[Entry]:
-    """The chosen rows in ladder order, once per width.
+def entries(names: str, width: int | None = None, references: bool = False) -> list[Entry]:
+    """The chosen rows in ladder order, once per width, then the references that are named, or all if asked for.
 
     Raises:
         ValueError: a name that no row has, or a width that none of the chosen rows has.
     """
     from benchmarks.run import Entry
 
-    chosen = [lineage.find(name.strip()) for name in names.split(",")] if names.strip() else list(lineage.LADDER)
-    found = [Entry(row, w) for row in lineage.LADDER if row in chosen for w in row.widths if width in (None, w)]
+    rows = (*lineage.LADDER, *lineage.REFERENCES)
+    chosen = [lineage.find(name.strip(), rows) for name in names.split(",")] if names.strip() else [*lineage.LADDER]
+    chosen += lineage.REFERENCES if references else ()
+    found = [Entry(row, w) for row in rows if row in chosen for w in row.widths if width in (None, w)]
     if not found:
         raise ValueError(f"width {width}: none of the chosen rows has it; "
                          f"they have {', '.join(f'{row.name} {list(row.widths)}' for row in chosen)}")
@@ -148,7 +153,8 @@ def measure(model: LoadedModel, chosen: Sequence[Entry], shape: Shape, rounds: i
 
     from benchmarks import ceilings
     from benchmarks.progress import Show
-    from benchmarks.run import PASSES, Bench, runnable
+    from benchmarks.references.bench import WithReferences
+    from benchmarks.run import PASSES, runnable
 
     facts = command.limits(model)
     sizes = ceilings.Sizes.of(model.config, model.dtype)
@@ -161,7 +167,8 @@ def measure(model: LoadedModel, chosen: Sequence[Entry], shape: Shape, rounds: i
         tokens["throughput"] = sum(map(shape.output_length, range(shape.prompts_at(entry.width))))
         stages += [((entry.row.name, entry.width, what), tokens[what]) for what in PASSES]
     with Show(Console(stderr=True), stages, rounds) as watch:
-        return Bench(model, chosen, shape, rounds, facts, watch, path, draft=draft).run()
+        return WithReferences(model, chosen, shape, rounds, facts, watch, path, draft=draft,
+                              logs=path.parent / "logs").run()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

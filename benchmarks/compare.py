@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.result_file import Result, dig
-from liteinfer.lineage import LADDER
+from liteinfer.lineage import LADDER, REFERENCES, reference_at
 
 HashOf = Callable[[str], str | None]   # the name of a row or of a kind -> the hash of its code now, None if not known
 
@@ -63,7 +63,7 @@ def current_hash(name: str) -> str | None:
 
     if name in KINDS:
         return kind_hash(name)
-    row = next((row for row in LADDER if row.name == name), None)
+    row = next((row for row in (*LADDER, *REFERENCES) if row.name == name), None)
     return row_hash(row) if row else None
 
 
@@ -71,7 +71,7 @@ class Book:
     """The entries of some result files in ladder order, and how they compare."""
 
     def __init__(self, results: Sequence[Result], current: HashOf = current_hash) -> None:
-        order = {row.name: i for i, row in enumerate(LADDER)}
+        order = {row.name: i for i, row in enumerate((*LADDER, *REFERENCES))}
         entries = [Entry(row, result) for result in results if "kind" not in result for row in result["rows"]]
         self.results = results
         self.entries = sorted(entries, key=lambda e: (e.row.get("chapter") or 99, order.get(e.name, 999), e.width))
@@ -106,8 +106,9 @@ class Book:
         several = any(row.name == entry.name and len(row.widths) > 1 for row in LADDER)
         return self.beside(entry, entry.row.get("improves_on"), same_width=several and what == "throughput")
 
-    def reference(self, entry: Entry) -> Entry | None:
-        return self.beside(entry, entry.row.get("reference"), same_width=True)
+    def reference(self, entry: Entry, what: str) -> Entry | None:
+        """vLLM: for latency with one request at a time, for throughput with as many as the row."""
+        return self.beside(entry, reference_at(1 if what == "latency" else entry.width))
 
     def stale(self, entry: Entry) -> bool:
         """Whether the code this entry measured is no longer the code here."""

@@ -41,9 +41,13 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return platform.processor() or platform.machine()
 
 
+def usable_cpus() -> list[int]:
+    """The numbers of the cores this process may run on, which in a container are fewer than the machine's."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def usable_cores() -> int:
-    """Cores this process may run on, which in a container are fewer than the machine's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(usable_cpus())
 
 
 def ram_gib() -> int | None:

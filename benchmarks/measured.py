@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 
 from benchmarks.compare import Book, Entry
 from benchmarks.table import DASH, Table, bar, number, with_range
-from liteinfer.lineage import LADDER
+from liteinfer.lineage import LADDER, REFERENCES
 
-NO_REFERENCE = "vs vLLM: no vLLM reference was measured in this run, hence the dashes."
+NO_REFERENCE = ("vs vLLM: not measured in this run, hence the dashes; `make references` gets vLLM, "
+                "`make bench REFERENCES=1` measures it too.")
 PER_EVENT = ("ITL is the gap between two events of a request, TPOT its time per token: an event of a row that drafts "
              "may bring several tokens.")
+RATES = ("throughput.tok_s", "throughput.req_s")   # of all other measured columns less is better
 BY_TPOT = "Two rows of which one drafts are compared by TPOT, any others by ITL; standing is by TPOT."
 OTHER_WIDTH = "vs base: a dash where the base was not measured at the row's width."
 
@@ -86,7 +88,7 @@ def measured_table(kind: Measured, book: Book, shown: Sequence[Entry]) -> Table:
     best = (min if kind.lower_is_better else max)(values, default=0)
     rows, uneven = [], dict[str, list[str]]()
     for entry in shown:
-        others = (book.base(entry, kind.what), book.beside(entry, LADDER[0].name), book.reference(entry))
+        others = (book.base(entry, kind.what), book.beside(entry, LADDER[0].name), book.reference(entry, kind.what))
         gains = [book.gain(entry, other, kind.metric(entry, other), kind.lower_is_better) for other in others]
         for other, gain in zip(others, gains, strict=True):
             if other and gain and gain.doubts:
@@ -102,13 +104,35 @@ def measured_table(kind: Measured, book: Book, shown: Sequence[Entry]) -> Table:
         notes.append(BY_TPOT)
     if any(book.base(e, kind.what) is None and book.beside(e, e.row.get("improves_on")) for e in shown):
         notes.append(OTHER_WIDTH)
-    if any(book.reference(e) is None for e in shown):
-        names = {e.row.get("reference") for e in shown}
+    if any(book.reference(e, kind.what) is None for e in shown):
+        names = {row.name for row in REFERENCES}
         none_at_all = not any(e.name in names for e in book.entries)
         notes.append(NO_REFERENCE if none_at_all else "vs vLLM: a dash where no reference of that width was measured.")
     notes += [f"~ not measured alike ({why}): {', '.join(dict.fromkeys(pairs))}." for why, pairs in uneven.items()]
     header = ("row", *(heading for heading, _, _ in columns), "vs base", "vs first", "vs vLLM", "standing")
-    return Table(kind.title, header, rows, notes + remarks(book, shown))
+    return Table(kind.title, header, rows, notes + remarks(book, shown), about=[about(e) for e in shown],
+                 best=best_cells(columns, shown))
+
+
+def about(entry: Entry) -> tuple[str, ...]:
+    """What a row is, and what it improves on."""
+    base = entry.row.get("improves_on")
+    return (*filter(None, [entry.row.get("what")]), f"improves on {base}" if base else "reference point")
+
+
+def best_cells(columns: Sequence[tuple[str, str, str]], shown: Sequence[Entry]) -> frozenset[tuple[int, int]]:
+    """The cells that read like the best of their measured column; the row's name is column 0.
+
+    A wall is compared only among the rows that ran the most prompts: fewer are done sooner.
+    """
+    found: set[tuple[int, int]] = set()
+    most = max((e.get("prompts.throughput") or 0 for e in shown), default=0)
+    for column, (_, path, spec) in enumerate(columns, 1):
+        values = {i: v for i, e in enumerate(shown) if (v := e.get(path)) is not None
+                  and (path != "throughput.wall_s" or e.get("prompts.throughput") == most)}
+        best = number((max if path in RATES else min)(values.values(), default=None), spec)
+        found |= {(i, column) for i, value in values.items() if number(value, spec) == best}
+    return frozenset(found)
 
 
 def remarks(book: Book, shown: Sequence[Entry]) -> list[str]:

@@ -31,8 +31,10 @@ from typing import Any
 from benchmarks.compare import Book, Entry, HashOf, current_hash
 from benchmarks.draft_tables import only_drafts
 from benchmarks.excerpt import between, definition
+from benchmarks.page import MARKDOWN, render_page
 from benchmarks.report import build_tables, ladder_table
-from benchmarks.result_file import dig, load
+from benchmarks.result_file import dig
+from benchmarks.stored import stale_lines, stored
 from benchmarks.table import to_markdown
 from liteinfer.lineage import find
 
@@ -47,21 +49,23 @@ UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**
 def render(root: Path, check: bool, current: HashOf = current_hash) -> list[str]:
     """Bring the generated parts of all pages up to date (with `check`, write nothing).
 
-    Returns "file:line what" for each part that was not up to date, and, with `check`, a line for
-    each stored row whose code is no longer the code here.
+    Returns "file:line what" for each part that was not up to date, the file for each form of the
+    benchmark page that was not, and, with `check`, a line for each stored row whose code is no
+    longer the code here.
 
     Raises:
         ValueError: a marker that means nothing (unknown table, row, path or name; no such
-            results file; never closed); the message starts with file and line.
+            results file; never closed); the message starts with file and line. What the benchmark
+            page needs and is not there.
     """
     changed: list[str] = []
-    for path in sorted({path for pattern in PAGES for path in root.glob(pattern)}):
+    for path in sorted({path for pattern in PAGES for path in root.glob(pattern)} - {root / MARKDOWN}):
         page = _Page(root, path, current, check)
         text = page.render()
         changed += page.changed
         if page.changed and not check:
             path.write_text(text, encoding="utf-8", newline="\n")
-    return changed
+    return changed + [line for line in render_page(root, check, current) if line not in changed]
 
 
 @dataclass
@@ -157,19 +161,12 @@ class _Page:
     def book(self, options: dict[str, str]) -> Book:
         if "results" not in options:
             raise ValueError("results=name is missing: the name of a file in benchmarks/results")
-        where = f"benchmarks/results/{options['results']}.json"
-        if not (self.root / where).is_file():
-            raise ValueError(f"no {where}; `python -m benchmarks run --rounds 5` (or memory, widths, radix ...) and "
-                             f"then `python -m benchmarks store benchmarks/results/local/quick.json {where}` make it")
-        result = load(self.root / where)
+        result = stored(self.root, options["results"])
         if "drafts" in options:
             result = only_drafts(result, set(options["drafts"].split(",")))
         book = Book([result], self.current)
         if self.check:   # a stale row is marked in tables, but a number in prose cannot carry the mark
-            stale = [f"{where} row {entry.name} is stale: its code has changed" for entry in book.entries
-                     if book.stale(entry)]
-            stale += [f"{where} is stale: its code has changed" for result in book.results if book.stale_result(result)]
-            self.changed += [line for line in stale if line not in self.changed]
+            self.changed += [line for line in stale_lines(book, options["results"]) if line not in self.changed]
         return book
 
 

@@ -16,6 +16,13 @@ from benchmarks.draft_tables import draft_costs_table, heads_table, loops_table,
 from benchmarks.kinds import kv_memory_table, waste_table, widths_table
 from benchmarks.measured import LATENCY, PER_EVENT, THROUGHPUT, drafts, measured_table, throughput_table
 from benchmarks.prefix_tables import overhead_table, radix_table, sharing_table
+from benchmarks.published_tables import (
+    published_latency_table,
+    published_memory_table,
+    published_radix_table,
+    published_speculative_table,
+    published_throughput_table,
+)
 from benchmarks.result_file import Result, load
 from benchmarks.table import DASH, Table, number, print_table, share, size, to_markdown, without_empty
 from liteinfer.lineage import LADDER
@@ -32,6 +39,7 @@ TABLES: dict[str | None, tuple[str, ...]] = {   # by kind of result
     "speculative": ("speculative", "loops", "draft_costs"),
     "heads": ("heads",),
 }
+OF_THE_LADDER = (*TABLES[None], "published_latency", "published_throughput")
 TELLS_SKIPPED = ("latency", "throughput", "widths", "radix", "sharing", "overhead", "speculative", "heads")
 
 
@@ -68,21 +76,26 @@ def ceilings_table(book: Book, shown: Sequence[Entry]) -> Table:
     return Table("Ceilings: what this machine allows a decode step", header, rows, paths)
 
 
+def facts(result: Result) -> dict[str, str]:
+    """What was run, where and when: a label and its text each."""
+    model, machine, rounds = result["model"], result["machine"], result.get("rounds", 1)
+    work = result.get("workload") or {}   # rows of the ladder have a workload
+    found = {"model": f"{model['name']} ({model['parameters'] / 1e6:,.1f} M parameters, {model['dtype']})",
+             **{key.upper(): str(value) for key in ("isl", "osl") if (value := (work or result).get(key))}}
+    if work:
+        found["prompts"] = f"{work['latency_prompts']} latency, {work['throughput_prompts']} throughput"
+        found |= {"arrivals": f"Poisson, {work['rate']:g} requests/s"} if work.get("rate") else {}
+        found["decoding"] = work["decoding"]
+    return found | {
+        "machine": f"{machine['name']}, {machine['threads']} threads",
+        "date": f"{result['date']}, {rounds} rounds" if rounds > 1 else result["date"],
+        "versions": ", ".join(f"{package} {version}" for package, version in result["versions"].items())}
+
+
 def facts_table(book: Book) -> Table:
     """The strip on top: one line for each different run."""
-    lines = []
-    for result in book.results:
-        model, machine = result["model"], result["machine"]
-        work, rounds = result.get("workload"), result.get("rounds", 1)   # rows of the ladder have a workload
-        prompts = [f"prompts {work['latency_prompts']} latency, {work['throughput_prompts']} throughput",
-                   *([f"arrivals Poisson, {work['rate']:g} requests/s"] if work.get("rate") else []),
-                   work["decoding"]] if work else []
-        lengths = [f"{key.upper()} {value}" for key in ("isl", "osl") if (value := (work or result).get(key))]
-        lines.append(" · ".join((
-            f"{model['name']} ({model['parameters'] / 1e6:,.1f} M parameters, {model['dtype']})",
-            *lengths, *prompts, f"{machine['name']}, {machine['threads']} threads",
-            f"{result['date']}, {rounds} rounds" if rounds > 1 else result["date"],
-            ", ".join(f"{package} {version}" for package, version in result["versions"].items()))))
+    lines = [" · ".join(f"{label} {text}" if label in ("ISL", "OSL", "prompts", "arrivals") else text
+                        for label, text in facts(result).items()) for result in book.results]
     return Table("", (), [], list(dict.fromkeys(lines)))
 
 
@@ -127,12 +140,17 @@ def build_tables(book: Book, names: Iterable[str], rows: Sequence[str] | None = 
         "loops": lambda: loops_table(book),
         "draft_costs": lambda: draft_costs_table(book),
         "heads": lambda: heads_table(book),
+        "published_latency": lambda: published_latency_table(book, rows),
+        "published_throughput": lambda: published_throughput_table(book, rows),
+        "published_memory": lambda: published_memory_table(book),
+        "published_radix": lambda: published_radix_table(book),
+        "published_speculative": lambda: published_speculative_table(book),
     }
     given: set[str] = set()
     for name in names:
         if name not in makers:
             raise ValueError(f"unknown table {name!r}; the tables are {', '.join(makers)}")
-        if name in TABLES[None] and all("kind" in result for result in book.results):
+        if name in OF_THE_LADDER and all("kind" in result for result in book.results):
             raise ValueError(f"table {name!r} shows rows of the ladder, and none of these results holds any")
         table = makers[name]()
         notes = [*table.notes, *(skipped if name in TELLS_SKIPPED else [])]

@@ -21,7 +21,8 @@ LEFT = {"row", "workload", "kind", "draft", "head", "chapter", "what it is", "im
 class Table:
     """A title, a header, rows of ready text, and the lines that belong below. Without a header: lines only.
 
-    The first `keys` columns say what a row is about.
+    The first `keys` columns say what a row is about. The benchmark page also shows `about`, the same in words
+    for each row (or for none), and marks the cells in `best`, each a row's number and a column's.
     """
 
     title: str
@@ -29,12 +30,25 @@ class Table:
     rows: Sequence[tuple[str, ...]]
     notes: Sequence[str]
     keys: int = 1
+    about: Sequence[tuple[str, ...]] = ()
+    best: frozenset[tuple[int, int]] = frozenset()
 
 
-def bar(share: float, cells: int = 8) -> str:
+class Bar(str):
+    """A bar of block characters which remembers its exact share, for pages that can draw it."""
+
+    share: float
+
+    def __new__(cls, blocks: str, share: float) -> Bar:
+        self = super().__new__(cls, blocks)
+        self.share = share
+        return self
+
+
+def bar(share: float, cells: int = 8) -> Bar:
     """`share` of a full bar, in eighths of a cell; never empty, so that a slow row still shows."""
     full, rest = divmod(max(1, round(share * cells * 8)), 8)
-    return BLOCKS[-1] * full + (BLOCKS[rest - 1] if rest else "")
+    return Bar(BLOCKS[-1] * full + (BLOCKS[rest - 1] if rest else ""), share)
 
 
 def size(n: float | None) -> str:
@@ -68,8 +82,9 @@ def share(part: float | None, whole: float | None, spec: str = ".1%") -> str:
 def without_empty(table: Table) -> Table:
     """The table without the columns that are dashes in every row."""
     kept = [i for i in range(len(table.header)) if not table.rows or any(row[i] != DASH for row in table.rows)]
+    best = frozenset((row, kept.index(i)) for row, i in table.best)   # a dash is never the best
     return replace(table, header=tuple(table.header[i] for i in kept),
-                   rows=[tuple(row[i] for i in kept) for row in table.rows])
+                   rows=[tuple(row[i] for i in kept) for row in table.rows], best=best)
 
 
 def to_markdown(table: Table) -> str:

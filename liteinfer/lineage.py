@@ -7,9 +7,11 @@ when asked for, so that reading one rung never loads a later one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +28,9 @@ class Row:
     `parts` are the engine's constructor arguments that make it this row: an
     argument's name, and a "module:Class()" that is built for it, or a
     "module:Class" that the engine builds itself. `needs` is what it takes to run it
-    besides: None, "CUDA", or "a draft model", of which one comes with the bundled model.
+    besides: None, "CUDA", "a draft model", of which one comes with the bundled model, or "make references".
+    `environment` is for references only, which run in a process of their own: "here" with the Python that runs us,
+    any other with the one that `make references` put into .references/ under that name.
     """
 
     name: str
@@ -34,10 +38,15 @@ class Row:
     engine: str
     what: str
     improves_on: str | None = None
-    reference: str = "vllm"
     widths: tuple[int, ...] = (1,)
     parts: Mapping[str, str] = field(default_factory=dict)
     needs: str | None = None
+    environment: str | None = None
+
+    @property
+    def reference(self) -> str:
+        """The row of vLLM that is as wide as this one's widest."""
+        return reference_at(max(self.widths))
 
 
 LADDER: tuple[Row, ...] = (
@@ -59,24 +68,22 @@ LADDER: tuple[Row, ...] = (
         parts={"linear": "liteinfer.model.linear:Packed()",
                "attention": "liteinfer.kernels.paged_attention:TritonAttention()"}),
     Row("liteinfer-eager-b4", 5, "liteinfer.engines.static_batch:DynamicStaticBatch",
-        "DynamicCache in static batches of 4, padded on the left", improves_on="liteinfer-eager",
-        reference="vllm-b4", widths=(4,)),
+        "DynamicCache in static batches of 4, padded on the left", improves_on="liteinfer-eager", widths=(4,)),
     Row("liteinfer-native-eager-b4", 5, "liteinfer.engines.static_batch:NativeStaticBatch",
-        "our forward in static batches of 4, ragged", improves_on="liteinfer-native-eager",
-        reference="vllm-b4", widths=(4,), parts={"linear": "liteinfer.model.linear:Plain()"}),
+        "our forward in static batches of 4, ragged", improves_on="liteinfer-native-eager", widths=(4,),
+        parts={"linear": "liteinfer.model.linear:Plain()"}),
     Row("liteinfer-paged-b4", 5, "liteinfer.engines.static_batch:PagedStaticBatch",
-        "pages in static batches of 4", improves_on="liteinfer-paged", reference="vllm-b4", widths=(4,),
+        "pages in static batches of 4", improves_on="liteinfer-paged", widths=(4,),
         parts={"linear": "liteinfer.model.linear:Packed()", "attention": "liteinfer.cache.paged:GatherSdpa()"}),
     Row("liteinfer-paged-b32", 5, "liteinfer.engines.static_batch:PagedStaticBatch",
-        "pages in static batches of 32", improves_on="liteinfer-paged-b4", reference="vllm-continuous", widths=(32,),
+        "pages in static batches of 32", improves_on="liteinfer-paged-b4", widths=(32,),
         parts={"linear": "liteinfer.model.linear:Packed()", "attention": "liteinfer.cache.paged:GatherSdpa()"}),
     Row("liteinfer-continuous", 6, "liteinfer.engines.continuous:ContinuousEngine",
-        "requests come and go at every step, up to 32 at a time", improves_on="liteinfer-paged-b4",
-        reference="vllm-continuous", widths=(32,),
+        "requests come and go at every step, up to 32 at a time", improves_on="liteinfer-paged-b4", widths=(32,),
         parts={"linear": "liteinfer.model.linear:Packed()", "attention": "liteinfer.cache.paged:GatherSdpa()"}),
     Row("liteinfer-radix", 7, "liteinfer.engines.continuous:ContinuousEngine",
         "the same with a prefix cache: what prompts share is computed once", improves_on="liteinfer-continuous",
-        reference="vllm-continuous", widths=(32,),
+        widths=(32,),
         parts={"linear": "liteinfer.model.linear:Packed()", "attention": "liteinfer.cache.paged:GatherSdpa()",
                "kv_manager": "liteinfer.radix_manager:RadixManager"}),
     Row("liteinfer-ngram", 8, "liteinfer.engines.continuous:ContinuousEngine",
@@ -92,6 +99,20 @@ LADDER: tuple[Row, ...] = (
                "kv_manager": "liteinfer.radix_manager:RadixManager",
                "drafter": "liteinfer.speculative.choose:shipped"}),
 )
+
+# What the ladder is measured against, on request: engines of others, under the same loop.
+REFERENCES: tuple[Row, ...] = (
+    *(Row(name, 0, "benchmarks.references.vllm_engine:VllmEngine", what, widths=(width,), needs="make references",
+          environment="vllm")
+      for name, width, what in (("vllm", 1, "vLLM, one request at a time"),
+                                ("vllm-b4", 4, "vLLM, up to 4 requests at a time"),
+                                ("vllm-continuous", 32, "vLLM, up to 32 requests at a time"))),
+    Row("transformers", 0, "benchmarks.references.transformers_engine:GenerateEngine",
+        "transformers' own generate, one request at a time", environment="here"),
+    Row("transformers-continuous", 0, "benchmarks.references.transformers_engine:ContinuousEngine",
+        "transformers' own continuous batching, up to 32 requests at a time", widths=(32,), environment="here"),
+)
+ROOT = Path(__file__).resolve().parent.parent
 
 DEFAULT = "liteinfer-continuous"   # what LLM and the command line use unless told otherwise
 
@@ -128,19 +149,37 @@ EXEMPT = ("lineage.py", "llm.py", "cli.py", "terminal.py",
 
 def missing(row: Row) -> str | None:
     """What this machine lacks to run the row, in a few words; None if it can be run as it is."""
-    return f"needs {row.needs}" if row.needs == "CUDA" and not torch.cuda.is_available() else None
+    lacks = (row.needs == "CUDA" and not torch.cuda.is_available()) or (
+        row.environment is not None and not finished(row))
+    return f"needs {row.needs}" if lacks else None
 
 
-def find(name: str) -> Row:
+def reference_at(width: int) -> str:
+    """The row of vLLM that has so many requests in a step, or the next wider."""
+    return "vllm" if width == 1 else "vllm-b4" if width <= 4 else "vllm-continuous"
+
+
+def finished(row: Row) -> bool:
+    """Whether the environment of a reference is there; `make references` leaves its mark at the end."""
+    return row.environment == "here" or (python_of(row).parent.parent / ".installed").is_file()
+
+
+def python_of(row: Row) -> Path:
+    """The Python that runs a reference."""
+    return Path(sys.executable) if row.environment == "here" else (
+        ROOT / ".references" / str(row.environment) / "bin" / "python")
+
+
+def find(name: str, among: Sequence[Row] = LADDER) -> Row:
     """The row of this name; "native-packed" finds "liteinfer-native-packed".
 
     Raises:
         ValueError: no such row; the message lists those there are.
     """
-    for row in LADDER:
+    for row in among:
         if name in (row.name, row.name.removeprefix("liteinfer-")):
             return row
-    raise ValueError(f"unknown row {name!r}; the rows are {', '.join(row.name for row in LADDER)}")
+    raise ValueError(f"unknown row {name!r}; the rows are {', '.join(row.name for row in among)}")
 
 
 def build(row: Row, model: LoadedModel, **settings: Any) -> Engine:
