@@ -9,8 +9,7 @@ from benchmarks.compare import Book, Entry
 from benchmarks.table import DASH, Table, bar, number, with_range
 from liteinfer.lineage import LADDER, REFERENCES
 
-NO_REFERENCE = ("vs vLLM: not measured in this run, hence the dashes; `make references` gets vLLM, "
-                "`make bench REFERENCES=1` measures it too.")
+NO_REFERENCE = "vs vLLM: not measured in this run; `make references` and `make bench REFERENCES=1` do it."
 PER_EVENT = ("ITL is the gap between two events of a request, TPOT its time per token: an event of a row that drafts "
              "may bring several tokens.")
 RATES = ("throughput.tok_s", "throughput.req_s")   # of all other measured columns less is better

@@ -167,12 +167,13 @@ def test_two_rows_of_one_run_that_have_both_changed_since_were_still_measured_al
     assert doubts(result, current=lambda name: "bbbb") == ()
 
 
-def test_the_present_hash_is_that_of_the_row_and_a_reference_has_none():
+def test_the_present_hash_is_that_of_the_row_references_included():
     from benchmarks.codehash import row_hash
-    from liteinfer.lineage import find
+    from liteinfer.lineage import REFERENCES, find
 
     assert current_hash("liteinfer-eager") == row_hash(find("eager"))
-    assert current_hash("vllm") is None
+    assert current_hash("vllm") == row_hash(find("vllm", REFERENCES))
+    assert current_hash("somebody-else") is None
 
 
 # Tables
@@ -407,7 +408,7 @@ Toy CPU, 2 cores, 2 threads · 2026-12-01, 2 rounds · python 3.11, torch 2.13.0
 | liteinfer-eager | 9.0 (8.0..10.0) | 1.12 | 3.6 | 110.0 | 4.50x | 4.50x | - | ████ |
 | liteinfer-native-packed | 18.0 (16.0..20.0) | 2.25 | 1.8 | 55.0 | - | 9.00x | - | ████████ |
 
-vs vLLM: not measured in this run, hence the dashes; `make references` gets vLLM, `make bench REFERENCES=1` measures it too.
+vs vLLM: not measured in this run; `make references` and `make bench REFERENCES=1` do it.
 
 **Counters: one throughput pass, the same on every machine**
 
@@ -440,7 +441,7 @@ def test_the_terminal_shows_the_same_figures(result):
     line = next(line for line in text.splitlines() if line.startswith("liteinfer-eager"))
     assert line.split() == ["liteinfer-eager", "110.0", "(100.0..120.0)", "220.0", "330.0", "440.0", "1,100",
                             "4.50x", "4.50x", "-", "████"]
-    assert text.count("not measured in this run, hence the dashes") == 1
+    assert text.count("not measured in this run") == 1
 
 
 def test_eighty_columns_cut_no_figure(result):
