@@ -116,6 +116,7 @@ def test_imports_at_load_are_declared_dependencies(folder: str) -> None:
 
 def test_every_import_anywhere_is_declared_or_pinned() -> None:
     known = {canonicalize_name(r.name) for r in direct()} | set(constraints()) | {"vllm"}
+    known |= {"websocket"} if "websocket-client" in known else set()   # the one module not called like its package
     for folder in ("liteinfer", "benchmarks", "coursework", "tests"):
         missing = {name: file for name, file in imported(folder, at_load=False).items() if name not in known}
         assert not missing, f"{folder}/ imports what neither pyproject.toml nor constraints.txt names: {missing}"
