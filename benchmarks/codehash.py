@@ -20,6 +20,7 @@ from liteinfer.lineage import Row
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNNER = ("benchmarks.loop", "benchmarks.workloads", "benchmarks.metrics", "benchmarks.run")
+REFERENCE = ("benchmarks.references.bench", "benchmarks.references.worker", "benchmarks.references.contract")
 KINDS = {
     "kv_memory": ("benchmarks.memory",),
     "widths": ("benchmarks.widths", "benchmarks.ceilings", "benchmarks.measurement"),
@@ -42,6 +43,7 @@ def row_hash(row: Row, root: Path | None = None) -> str:
     root = root or ROOT
     entry = (row.name, row.engine, sorted(row.parts.items()), row.widths)
     modules = [target.partition(":")[0] for target in (row.engine, *row.parts.values())]
+    modules += REFERENCE if row.environment else ()   # what drives those that run in a process of their own
     heads = sorted((root / HEADS).rglob("*.*")) if any(DRAFTERS in target for target in row.parts.values()) else []
     weights = [hashlib.sha256(path.read_bytes()).hexdigest() for path in heads]
     return _hash([repr(entry), *_files((*modules, *RUNNER), root), *weights,

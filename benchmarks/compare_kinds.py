@@ -124,7 +124,4 @@ KINDS: dict[str | None, Kind] = {
         same=("prompts",), told=("decode_passes", "drafted_tokens", "accepted_tokens"), rows=_drafts),
     "heads": Kind({"head": "name"}, (Metric("ms of a guess", "guess_ms", spec=",.2f"),), settings=("k", "isl", "osl"),
                   same=("parameters",)),
-    "shapes": Kind({"row": "name", "ISL": "isl", "OSL": "osl"}, (
-        Metric("TTFT ms", "ttft_ms"), Metric("ITL p50 ms", "itl_p50_ms"), Metric("E2E ms", "e2e_ms"),
-        Metric("tok/s", "tok_s", lower_is_better=False)), same=("prompts",)),
 }

@@ -16,8 +16,8 @@ INTRO = (
     "and the best figure of each measured column is marked.",
 )
 NO_GPU = (
-    "No result of a GPU is stored. On a machine that has one, `make bench SHAPE=paper ROUNDS=3`, then "
-    "`python -m benchmarks store benchmarks/results/local/paper.json benchmarks/results/NAME/paper.json` and "
+    f"No result of a GPU is stored. On a machine that has one, `make bench SHAPE={MAIN} ROUNDS=3`, then "
+    f"`python -m benchmarks store benchmarks/results/local/{MAIN}.json benchmarks/results/NAME/{MAIN}.json` and "
     "`make render` put it beside these, with NAME for the machine.")
 THEIRS = (
     "The figures of the two projects that this one answers, as their authors report them on their machines, beside "

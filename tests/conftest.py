@@ -13,6 +13,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from benchmarks.result_file import load
 from liteinfer import lineage
 from liteinfer.engines.base import Engine, run
 from liteinfer.engines.continuous import ContinuousEngine
@@ -20,6 +21,7 @@ from liteinfer.loading import LoadedModel, load_model, tiny_model
 from liteinfer.model.layout import Layout
 from liteinfer.request import Request, SamplingParams
 from liteinfer.runner import StepOutput
+from tests.results import FIXTURE
 
 ROWS = [row.name for row in lineage.LADDER if row.needs is None]   # a kernel's row is tested beside the kernel
 CHAPTER_MARKS = {row.name: getattr(pytest.mark, f"ch{row.chapter:02}") for row in lineage.LADDER}
@@ -28,6 +30,12 @@ CHAPTER_MARKS = {row.name: getattr(pytest.mark, f"ch{row.chapter:02}") for row i
 def rows(*, but_first: bool = False) -> list:
     """Every row that runs on any machine, as a pytest parameter carrying its chapter's marker."""
     return [pytest.param(name, marks=CHAPTER_MARKS[name]) for name in ROWS[1 if but_first else 0:]]
+
+
+@pytest.fixture
+def result() -> dict:
+    """A small result with three rows of the ladder, as it is read from its file."""
+    return load(FIXTURE)
 
 
 @pytest.fixture(autouse=True)

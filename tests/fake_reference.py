@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from benchmarks.references.worker import Event, Request, Settings
+from benchmarks.references.contract import Event, Request, Settings
 
 
 class Engine:

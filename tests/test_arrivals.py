@@ -22,8 +22,8 @@ from liteinfer.lineage import Row
 from liteinfer.loading import LoadedModel, tiny_model
 from liteinfer.request import Counters, TokenEvent
 from liteinfer.trace import Part, StepRecord, StepTrace
+from tests.results import FIXTURE, no_hash
 
-FIXTURE = Path(__file__).parent / "data" / "result.json"
 MACHINE = {"name": "test", "bandwidth_gb_s": 1000.0, "peak_gflop_s": 1e6}
 LIMITS = {"bandwidth_gb_s": 9.0, "bandwidth_path": "sum", "peak_gflop_s": 90.0}
 SMALL = Shape("small", isl=6, output=(3, 3), latency_prompts=1, throughput_prompts={1: 8})
@@ -277,10 +277,6 @@ def test_a_run_at_a_rate_end_to_end(tiny: LoadedModel, tmp_path: Path, monkeypat
 
 
 # The tables
-
-def no_hash(name: str) -> str | None:
-    return None
-
 
 @pytest.fixture
 def at_a_rate() -> dict[str, Any]:

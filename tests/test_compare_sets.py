@@ -14,8 +14,8 @@ from benchmarks.compare_kinds import KINDS
 from benchmarks.compare_sets import Findings, compare
 from benchmarks.result_file import REQUIRED
 from benchmarks.table import Table, to_markdown
+from tests.results import FIXTURE, row
 
-FIXTURE = Path(__file__).parent / "data" / "result.json"
 ROOT = Path(__file__).parents[1]
 HEAD = {"schema": 1, "date": "2026-12-01", "rounds": 2, "machine": {"name": "Toy", "threads": 2},
         "versions": {"torch": "2"}, "model": {"name": "toy", "parameters": 1e6, "dtype": "float32"}, "skipped": [],
@@ -50,10 +50,6 @@ def write(path: Path, result: dict) -> Path:
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result), encoding="utf-8")
     return path
-
-
-def row(result: dict, name: str) -> dict:
-    return next(row for row in result["rows"] if row["name"] == f"liteinfer-{name}")
 
 
 def scale(result: dict, name: str, path: str, factors: list[float]) -> None:
@@ -342,17 +338,17 @@ def test_the_figures_of_every_kind(both, kind):
         assert found.regressions == [] and found.told[0].startswith(f"~ not measured alike (different {words})")
 
 
-def test_a_shape_is_told_by_its_lengths_and_one_that_was_not_run_by_its_name(monkeypatch, both):
-    monkeypatch.setitem(REQUIRED, "shapes", ("machine", "versions", "model", "rows"))
-    figures = {"ttft_ms": 10.0, "itl_p50_ms": 10.0, "e2e_ms": 10.0, "tok_s": 10.0, "code_hash": "a"}
-    a = of("shapes", rows=[{"name": "liteinfer-x", "isl": isl, "osl": 64, **figures} for isl in (128, 1024)])
-    b = changed(a, {"ttft_ms": 20.0, "tok_s": 20.0})
-    assert both(a, b).regressions == ["liteinfer-x, ISL 128, OSL 64: TTFT ms: 10.0 in A, 20.0 in B, 0.50x."]
+def test_a_row_of_several_keys_that_was_not_run_is_found_by_its_name(both):
+    figures = {"cold_ms": 90.0, "cached_ms": 10.0, "speedup": 9, "code_hash": "a"}
+    a = of("radix", rows=[{"name": "liteinfer-x", "prefix": prefix, **figures} for prefix in (256, 1024)])
+    b = changed(a, {"cached_ms": 20.0})
+    assert both(a, b).regressions == [
+        "liteinfer-x, prefix 256: TTFT ms, prefix cached: 10.0 in A, 20.0 in B, 0.50x."]
     c = copy.deepcopy(a)
     del c["rows"][1]
     assert both(a, c).regressions == []
-    c["skipped"] = [{"name": "liteinfer-x, ISL 1,024, OSL 64", "reason": "gone"}]
-    assert both(a, c).regressions == ["liteinfer-x, ISL 1,024, OSL 64: has figures in A, was not run in B: gone."]
+    c["skipped"] = [{"name": "liteinfer-x, prefix 1,024", "reason": "gone"}]
+    assert both(a, c).regressions == ["liteinfer-x, prefix 1,024: has figures in A, was not run in B: gone."]
 
 
 def test_prompts_of_another_hash_are_not_measured_alike(both):
@@ -363,7 +359,7 @@ def test_prompts_of_another_hash_are_not_measured_alike(both):
 
 
 def test_every_kind_of_result_can_be_compared():
-    assert REQUIRED.keys() <= KINDS.keys()
+    assert REQUIRED.keys() == KINDS.keys()
 
 
 def test_the_stored_results_compare_with_themselves():

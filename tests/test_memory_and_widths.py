@@ -29,6 +29,7 @@ from liteinfer.lineage import Row
 from liteinfer.loading import LoadedModel, tiny_model
 from liteinfer.request import Counters, Request, SamplingParams, TokenEvent
 from tests.conftest import build
+from tests.results import no_hash
 
 ROOT = Path(__file__).parent.parent
 TOKEN = 2 * 2 * 2 * 8 * 8   # bytes per token of the tiny model: keys and values, layers, heads, head size, float64
@@ -431,10 +432,6 @@ WIDTHS = HEAD | {
          "bound": "bandwidth", "linear_ms": 60.0},
         {"width": 32, "itl_p50_ms": 200.0, "itl_range": [190.0, 210.0], "tok_s": 160.0, "ceiling_ms": 50.0,
          "bound": "compute", "linear_ms": 150.0}]}]}
-
-
-def no_hash(name: str) -> str | None:
-    return None
 
 
 def test_the_memory_tables() -> None:

@@ -11,7 +11,8 @@ import pytest
 from benchmarks import page
 from benchmarks.result_file import load
 from benchmarks.table import BLOCKS, Bar, bar
-from benchmarks.topics import MAIN, TOPICS
+from benchmarks.topics import MAIN, NO_GPU, TOPICS
+from tests.results import no_hash
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,10 +24,6 @@ def root(tmp_path: Path) -> Path:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("local", "*.svg", "*.md"))
     shutil.copy(ROOT / page.TEMPLATE, tmp_path / page.TEMPLATE)
     return tmp_path
-
-
-def no_hash(name: str) -> str | None:
-    return None
 
 
 def test_both_forms_are_written_once_and_named_when_stale(root: Path) -> None:
@@ -82,7 +79,12 @@ def test_another_machine_stands_beside_with_facts_of_its_own(root: Path) -> None
     markdown, html = (root / page.MARKDOWN).read_text(), (root / page.HTML).read_text()
     assert "## Toy GPU <b>" in markdown and "Toy GPU &lt;b&gt;" in html and "Toy GPU <b>" not in html
     assert f"Not measured on this machine: {TOPICS[1].title}" in markdown
-    assert page.NO_GPU not in markdown
+    assert NO_GPU not in markdown
+
+
+def test_what_to_store_for_a_gpu_is_a_result_that_the_page_shows() -> None:
+    told = re.search(r"results/NAME/(\w+)\.json", NO_GPU)
+    assert told and told[1] in {topic.result for topic in TOPICS}
 
 
 def test_a_folder_without_any_result_of_the_page_is_an_error(root: Path) -> None:

@@ -15,24 +15,11 @@ from benchmarks.report import build_tables
 from benchmarks.result_file import load
 from benchmarks.table import DASH, Table, to_markdown
 from liteinfer.lineage import LADDER
+from tests.results import no_hash, row
 
-FIXTURE = Path(__file__).parent / "data" / "result.json"
 STORED = Path(__file__).parents[1] / "benchmarks" / "results"
 NAMES = {"published_latency": "course", "published_throughput": "course", "published_memory": "memory",
          "published_radix": "radix", "published_speculative": "speculative"}   # and a result with ours
-
-
-def no_hash(name: str) -> str | None:
-    return None
-
-
-@pytest.fixture
-def result() -> dict:
-    return load(FIXTURE)
-
-
-def row(result: dict, name: str) -> dict:
-    return next(row for row in result["rows"] if row["name"] == f"liteinfer-{name}")
 
 
 def build(name: str, *results: dict, rows: list[str] | None = None) -> Table:
@@ -68,16 +55,16 @@ def test_their_ratios_follow_from_their_figures():
 def test_their_rows_agree_with_the_shape_they_were_measured_with():
     """A request takes the time to its first token and a gap for each other; tokens over their length are requests."""
     page = published()["liteinfer"]
-    for row in page["rows"]:
-        assert row["e2e_p50_ms"] == pytest.approx(row["ttft_p50_ms"] + (page["osl"] - 1) * row["itl_p50_ms"], rel=0.01)
-        assert row["req_s"] == pytest.approx(row["tok_s"] / page["osl"], abs=0.051)
+    for one in page["rows"]:
+        assert one["e2e_p50_ms"] == pytest.approx(one["ttft_p50_ms"] + (page["osl"] - 1) * one["itl_p50_ms"], rel=0.01)
+        assert one["req_s"] == pytest.approx(one["tok_s"] / page["osl"], abs=0.051)
 
 
 def test_their_rows_are_rows_of_the_ladder_or_references_of_some():
     names, references = {row.name for row in LADDER}, {row.reference for row in LADDER}
-    for row in published()["liteinfer"]["rows"]:
-        assert row["name"] in (references if row["reference"] is None else names)
-        assert row["reference"] in (None, next((r.reference for r in LADDER if r.name == row["name"]), None))
+    for one in published()["liteinfer"]["rows"]:
+        assert one["name"] in (references if one["reference"] is None else names)
+        assert one["reference"] in (None, next((r.reference for r in LADDER if r.name == one["name"]), None))
 
 
 def test_their_memory_follows_from_blocks():
@@ -229,16 +216,16 @@ def test_the_speculative_table_shows_the_draft_of_our_row_at_width_1():
             if row["draft"] == "ngram+draft-head" and row["width"] == 1}
     table = build("published_speculative", stored)
     assert [line[0] for line in table.rows] == ["code", "json", "conversation"]
-    for kind, row in ours.items():
+    for kind, one in ours.items():
         line = cells(table, kind)
-        assert (line["tok/s ours"], line["speed-up ours"]) == (f"{row['tok_s']:,.1f}", f"{row['speedup']:,.2f}x")
-        assert line["acceptance ours"] == f"{row['accepted_tokens'] / row['drafted_tokens']:.1%}"
+        assert (line["tok/s ours"], line["speed-up ours"]) == (f"{one['tok_s']:,.1f}", f"{one['speedup']:,.2f}x")
+        assert line["acceptance ours"] == f"{one['accepted_tokens'] / one['drafted_tokens']:.1%}"
     assert (cells(table, "code")["acceptance theirs"], cells(table, "code")["speed-up theirs"]) == ("84.2%", "2.21x")
     assert any("width 1 (ngram+draft-head, K = 4)" in note for note in table.notes)
-    stored["rows"] = [row for row in stored["rows"] if row["draft"] != "ngram+draft-head"]   # a model of one's own
-    for row in stored["rows"]:
-        if row["draft"] == "draft-head":
-            row["draft"] = "a-model"
+    stored["rows"] = [one for one in stored["rows"] if one["draft"] != "ngram+draft-head"]   # a model of one's own
+    for one in stored["rows"]:
+        if one["draft"] == "draft-head":
+            one["draft"] = "a-model"
     table = build("published_speculative", stored)
     assert any("early-exit:15, K = 4, a-model, K = 4" in note for note in table.notes) and len(table.rows) == 6
 

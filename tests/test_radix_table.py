@@ -29,6 +29,7 @@ from liteinfer.loading import LoadedModel, tiny_model
 from liteinfer.radix_manager import RadixManager
 from liteinfer.request import Request, SamplingParams
 from tests.conftest import build as build_row
+from tests.results import no_hash
 
 MACHINE = {"name": "Toy CPU", "threads": 2}
 BLOCK = 16
@@ -593,10 +594,6 @@ OVERHEAD = HEAD | {"kind": "overhead", "sequences": 32, "isl": 128, "osl": 48, "
     {"name": name, "step_us": 700.0, "step_range": [690.0, 1710.0], "schedule_us": 100.0, "layout_us": 200.0,
      "sampling_us": 300.0, "update_us": 100.0, "kv_us": kv, "steps": 39, "code_hash": code}
     for name, kv, code in (("liteinfer-continuous", 30.0, "cccc"), ("liteinfer-radix", 50.0, "bbbb"))]}
-
-
-def no_hash(name: str) -> str | None:
-    return None
 
 
 def test_the_radix_table() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +16,11 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import entries
+from benchmarks.codehash import row_hash
 from benchmarks.compare import Book
 from benchmarks.references.__main__ import needed
 from benchmarks.references.bench import WithReferences, adapter_settings
-from benchmarks.references.process import Process, ReferenceError
+from benchmarks.references.process import Process, ProcessFailed
 from benchmarks.report import build_tables
 from benchmarks.run import Entry
 from benchmarks.workloads import Shape
@@ -26,6 +28,7 @@ from liteinfer import lineage
 from liteinfer.loading import tiny_model
 from liteinfer.request import Request, SamplingParams
 
+ROOT = Path(__file__).parent.parent
 ENGINE = "tests.fake_reference:Engine"
 SETTINGS = {"model": "counts", "dtype": "float64", "device": "cpu", "max_num_seqs": 1, "max_model_len": 64,
             "enforce_eager": True}
@@ -72,7 +75,7 @@ def test_a_pass_over_there_returns_the_traces_of_the_one_loop(tmp_path: Path) ->
 def test_a_process_that_cannot_go_on_says_why(tmp_path: Path, fault: str, reason: str) -> None:
     running = process(tmp_path, fault, patience=2.0 if fault == "hangs" else 60.0)
     try:
-        with pytest.raises(ReferenceError, match=reason):
+        with pytest.raises(ProcessFailed, match=reason):
             running.drive(requests("latency-0"))
     finally:
         running.close()
@@ -80,9 +83,9 @@ def test_a_process_that_cannot_go_on_says_why(tmp_path: Path, fault: str, reason
 
 
 def test_an_engine_that_cannot_be_built_and_a_python_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ReferenceError, match="FileNotFoundError: no such model"):
+    with pytest.raises(ProcessFailed, match="FileNotFoundError: no such model"):
         process(tmp_path, "absent")
-    with pytest.raises(ReferenceError, match="nowhere/python cannot be started"):
+    with pytest.raises(ProcessFailed, match="nowhere/python cannot be started"):
         Process(tmp_path / "nowhere" / "python", ENGINE, SETTINGS, {}, tmp_path / "log")
 
 
@@ -143,7 +146,7 @@ def test_a_reference_that_fails_costs_its_row_and_nothing_else(monkeypatch: pyte
     result, watch = ran(monkeypatch, tmp_path, fault, out)
     assert [row["name"] for row in result["rows"]] == ["liteinfer-nocache", "liteinfer-eager"]
     skipped, = result["skipped"]
-    assert skipped["name"] == "vllm" and skipped["reason"].startswith("ReferenceError: ")
+    assert skipped["name"] == "vllm" and skipped["reason"].startswith("ProcessFailed: ")
     assert len(watch.reasons) == 1
     assert json.loads(out.read_text())["rows"] == json.loads(json.dumps(result["rows"]))
 
@@ -185,3 +188,14 @@ def test_what_vllm_needs_of_its_requirements() -> None:
     told = ["regex", "torch==2.13.0+cpu; platform_machine == 'x86_64'", "torchaudio", "numpy>=2",
             "six; python_version < '3'", 'ray; extra == "ray"', "setuptools==78.1.1"]
     assert needed(told) == ["regex", "numpy>=2", "setuptools==78.1.1"]
+
+
+@pytest.mark.parametrize("name", ["worker", "contract", "bench", "vllm_engine"])
+def test_what_runs_a_reference_is_in_its_hash(tmp_path: Path, name: str) -> None:
+    for folder in ("benchmarks", "liteinfer"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("results", "__pycache__"))
+    row, mine = lineage.find("vllm", lineage.REFERENCES), lineage.find("eager")
+    before = row_hash(row, tmp_path), row_hash(mine, tmp_path)
+    with (tmp_path / "benchmarks" / "references" / f"{name}.py").open("a") as file:
+        file.write("CHANGED = 1\n")
+    assert row_hash(row, tmp_path) != before[0] and row_hash(mine, tmp_path) == before[1]

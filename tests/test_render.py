@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks.render import render
 from liteinfer.plots.__main__ import stale
+from tests.results import FIXTURE, no_hash
 
 ROOT = Path(__file__).parent.parent
-FIXTURE = ROOT / "tests" / "data" / "result.json"
 
 SOURCE = '''"""A toy."""
 import functools
@@ -36,10 +36,6 @@ class Engine:
 def run() -> None:
     text = "```"
 '''
-
-
-def no_hash(name: str) -> str | None:
-    return None
 
 
 @pytest.fixture

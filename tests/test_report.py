@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import json
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -14,21 +13,7 @@ from benchmarks.compare import Book, Entry, current_hash
 from benchmarks.measured import LATENCY, NO_REFERENCE, THROUGHPUT, measured_table
 from benchmarks.report import build_tables, load, markdown, print_tables
 from benchmarks.table import BLOCKS, bar, size, to_markdown
-
-FIXTURE = Path(__file__).parent / "data" / "result.json"
-
-
-def no_hash(name: str) -> str | None:
-    return None
-
-
-@pytest.fixture
-def result() -> dict:
-    return load(FIXTURE)
-
-
-def row(result: dict, name: str) -> dict:
-    return next(row for row in result["rows"] if row["name"] == f"liteinfer-{name}")
+from tests.results import FIXTURE, no_hash, row
 
 
 def pair(*results: dict, top: str = "eager", bottom: str = "nocache", current=no_hash) -> tuple[Book, Entry, Entry]:

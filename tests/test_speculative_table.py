@@ -34,6 +34,7 @@ from liteinfer.scheduler import Chunk
 from liteinfer.speculative import choose
 from liteinfer.speculative.drafter import Pause
 from liteinfer.trace import Part, StepRecord
+from tests.results import no_hash
 
 pytestmark = pytest.mark.ch08
 
@@ -452,10 +453,6 @@ RESULT: dict[str, Any] = {
                "speedups": [{"draft": "ngram", "k": 4, "pause": None, "speedup": 2.5},
                             {"draft": "ngram", "k": 2, "pause": {"cost": 0.1, "after": 16}, "speedup": None}]}],
     "costs": [{"draft": "ngram", "k": 4, "plain_ms": 40.0, "checked_ms": 52.0, "checked_steps": 321, "cost": 0.075}]}
-
-
-def no_hash(name: str) -> str | None:
-    return None
 
 
 def test_the_tables() -> None:

@@ -16,13 +16,11 @@ from benchmarks import ceilings, metrics
 from benchmarks.machine import usable_cpus
 from benchmarks.references.process import Process
 from benchmarks.result_file import Result
-from benchmarks.run import PASSES, Bench, Record, raw
+from benchmarks.run import PASSES, Bench, Record, _headline, raw
 from benchmarks.workloads import Shape
 from liteinfer import lineage
 from liteinfer.lineage import Row
 from liteinfer.loading import LoadedModel
-
-HEADLINES = {"latency": "itl_p50_ms", "throughput": "tok_s"}
 
 
 @dataclass
@@ -46,7 +44,7 @@ class WithReferences(Bench):
             taken: Result = {"raw": {}, "linear_ms": None}
             for what in PASSES:
                 self._pass(process, record, what, taken)
-                self.watch.passed(row.name, width, round_, what, taken[what][HEADLINES[what]])
+                self.watch.passed(row.name, width, round_, what, taken[what][_headline(what)])
         finally:
             process.close()
         record.rounds.append(taken)
@@ -78,7 +76,7 @@ class WithReferences(Bench):
 
 
 def adapter_settings(row: Row, width: int, model: LoadedModel, shape: Shape) -> dict[str, Any]:
-    """The adapter's settings (`worker.Settings`) for a run at this width.
+    """The adapter's settings (`contract.Settings`) for a run at this width.
 
     Raises:
         ValueError: the model does not lie in a folder that another library could read.

@@ -21,7 +21,7 @@ PATIENCE = 600.0   # seconds without a sign of life until a process counts as ha
 LAST = 300         # letters of the log's last line that a reason quotes
 
 
-class ReferenceError(RuntimeError):
+class ProcessFailed(RuntimeError):
     """The process could not do what it was asked: it said so, died, or hung."""
 
 
@@ -37,7 +37,7 @@ class Process:
         patience: seconds without a line from it after which it counts as hanging, and is killed.
 
     Raises:
-        ReferenceError: it cannot be started, or the engine cannot be built.
+        ProcessFailed: it cannot be started, or the engine cannot be built.
     """
 
     def __init__(self, python: Path, engine: str, settings: Mapping[str, Any], variables: Mapping[str, str], log: Path,
@@ -51,7 +51,7 @@ class Process:
                     stdout=subprocess.PIPE, stderr=written, text=True, encoding="utf-8", cwd=ROOT,
                     env={**os.environ, **variables}, start_new_session=True)
         except OSError as error:
-            raise ReferenceError(f"{python} cannot be started: {error.strerror}") from None
+            raise ProcessFailed(f"{python} cannot be started: {error.strerror}") from None
         self.said: queue.Queue[str | None] = queue.Queue()   # None: it says nothing more
         threading.Thread(target=self._listen, daemon=True).start()
         try:
@@ -65,7 +65,7 @@ class Process:
         """`loop.drive`, over there. The times are those of its clock.
 
         Raises:
-            ReferenceError: the pass raised, the process died, or gave no sign of life for `patience` seconds.
+            ProcessFailed: the pass raised, the process died, or gave no sign of life for `patience` seconds.
         """
         asked = [[one.request_id, one.prompt_token_ids, one.params.max_tokens] for one in requests]
         answer = self._ask({"requests": asked, "max_in_flight": max_in_flight, "arrivals": arrivals})
@@ -74,7 +74,7 @@ class Process:
 
     def close(self) -> None:
         """End it, whatever it is doing, with all that it has started."""
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, PermissionError):   # it is gone; macOS says so in its own way
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         for pipe in filter(None, (self.process.stdin, self.process.stdout)):
@@ -96,12 +96,12 @@ class Process:
             try:
                 line = self.said.get(timeout=self.patience)
             except queue.Empty:
-                raise ReferenceError(f"no sign of life for {self.patience:g} s; {self._last_words()}") from None
+                raise ProcessFailed(f"no sign of life for {self.patience:g} s; {self._last_words()}") from None
             if line is None:
-                raise ReferenceError(f"the process ended with exit status {self.process.wait()}; {self._last_words()}")
+                raise ProcessFailed(f"the process ended with exit status {self.process.wait()}; {self._last_words()}")
             answer: dict[str, Any] = json.loads(line)
             if "error" in answer:
-                raise ReferenceError(f"{answer['error']} (its log: {self.log})")
+                raise ProcessFailed(f"{answer['error']} (its log: {self.log})")
             if "alive" not in answer:
                 return answer
 

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from benchmarks.references.worker import Event, Request, Settings
+from benchmarks.references.contract import Event, Request, Settings
 
 PAGE = 256   # tokens in a page of the manager's cache: its own default
 BATCH_TOKENS = 2048   # tokens in a step, as of vLLM and of our scheduler; by itself it would ask the GPU's memory

@@ -13,7 +13,7 @@ from vllm import EngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from benchmarks.references.worker import Event, Request, Settings
+from benchmarks.references.contract import Event, Request, Settings
 
 
 class VllmEngine:

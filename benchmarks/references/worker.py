@@ -1,7 +1,7 @@
 """The process in which a reference runs: it takes requests as JSON lines on stdin and answers on stdout.
 
-It runs in the reference's environment, so of this repository it imports nothing but the timing loop and the
-reference's adapter. The first line names the adapter and its settings; each further line is a pass:
+It runs in the reference's environment, so of this repository it imports nothing but the timing loop, the contract
+and the reference's adapter. The first line names the adapter and its settings; each further line is a pass:
 
     {"engine": "benchmarks.references.vllm_engine:VllmEngine", "settings": {"model": "/some/folder", ...}}
     {"requests": [["latency-0", [1, 2, 3], 64], ...], "max_in_flight": 1, "arrivals": null}
@@ -20,48 +20,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import import_module
 from typing import Any, TextIO
 
 from benchmarks.loop import drive
+from benchmarks.references.contract import Request, Settings
 
 BEAT = 5.0   # seconds between two signs of life
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What every adapter is built from; it takes what it has a use for.
-
-    `model` is a folder in Hugging Face form, `dtype` a name such as "float32", `max_num_seqs` the most requests in a
-    step, `max_model_len` the most tokens of one, `enforce_eager`: no compilation, no CUDA graphs.
-    """
-
-    model: str
-    dtype: str
-    device: str
-    max_num_seqs: int
-    max_model_len: int
-    enforce_eager: bool
-
-
-@dataclass(frozen=True)
-class Request:
-    """Greedy, and of a forced length: all that a reference is told."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    max_tokens: int
-
-
-@dataclass(frozen=True)
-class Event:
-    """What one step gave one request; the loop reads these fields."""
-
-    request_id: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-    error: str | None = None
 
 
 class Clock:
