@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +33,8 @@ def run(
                                               "with a rate SHAPE-rateR.json")] = None,
     isl: Annotated[int | None, typer.Option(help="input tokens per prompt, instead of the shape's")] = None,
     osl: Annotated[int | None, typer.Option(help="output tokens per prompt, instead of the shape's")] = None,
-    prompts: Annotated[int | None, typer.Option(help="prompts of each pass, instead of the shape's")] = None,
+    prompts: Annotated[str | None, typer.Option(help="prompts of each pass, instead of the shape's; by width of the "
+                                                "throughput pass as in 1=2,32=64, and the least for latency")] = None,
     rate: Annotated[float | None, typer.Option(help="requests per second of the throughput pass, which then arrive "
                                                "by themselves, instead of all at once")] = None,
     width: Annotated[int | None, typer.Option(help="only this width, of the rows that have it")] = None,
@@ -47,7 +49,10 @@ def run(
     from benchmarks.run import NEEDS_DRAFT, runnable
     from benchmarks.workloads import find_shape
 
-    workload = find_shape(shape).override(isl, osl, prompts, rate)
+    asked = None if prompts is None else command.counts("prompts", prompts)
+    workload = find_shape(shape).override(isl, osl, asked if isinstance(asked, int) else None, rate)
+    if isinstance(asked, dict):
+        workload = replace(workload, latency_prompts=min(asked.values()), throughput_prompts=asked)
     chosen = entries(rows, width, references)
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")

@@ -31,6 +31,7 @@ KINDS = {
     "speculative": ("benchmarks.speculative", "benchmarks.speculative_cases", "benchmarks.drafts",
                     "benchmarks.chats", "benchmarks.repetition", "benchmarks.radix", "benchmarks.measurement"),
     "heads": ("benchmarks.heads", "benchmarks.stopwatch", "benchmarks.measurement"),
+    "shapes": ("benchmarks.shapes", "benchmarks.measurement"),
 }
 DATA = {"speculative": "benchmarks/data/speculative.json"}   # what a kind of result is measured on besides TEXT
 DRAFTERS, HEADS = "liteinfer.speculative.choose", "liteinfer/speculative/heads"   # a row of the first has the second

@@ -31,6 +31,24 @@ def numbers(setting: str, text: str) -> list[int]:
         raise ValueError(f"{setting} must be whole numbers separated by commas, got {text!r}") from None
 
 
+def counts(setting: str, text: str) -> int | dict[int, int]:
+    """ "8" is a number, "1=2,32=64" are numbers by width. Raises ValueError for anything else, and below 1.
+
+    >>> counts("prompts", "1=2,32=64")
+    {1: 2, 32: 64}
+    """
+    pairs = [pair.split("=") for pair in text.split(",")]
+    try:
+        if len(pairs) == len(pairs[0]) == 1:
+            return int(text)
+        found = {int(width): int(count) for width, count in pairs}
+    except ValueError:
+        raise ValueError(f"{setting} must be a number, or numbers by width as in 1=2,32=64, got {text!r}") from None
+    if len(found) < len(pairs) or min(*found, *found.values()) < 1:
+        raise ValueError(f"{setting} must name each width once, and widths and numbers of at least 1, got {text!r}")
+    return found
+
+
 def load(name: str, dtype: str | None, device: str | None) -> LoadedModel:
     """Load, after saying why a GPU that is there is not used."""
     from liteinfer.loading import cuda_hint, load_model

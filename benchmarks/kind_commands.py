@@ -13,7 +13,7 @@ from benchmarks.command import Device, Dtype, Model, Out
 
 
 def add(app: typer.Typer) -> None:
-    for each in (memory, widths, radix, sharing, overhead, speculative, heads):
+    for each in (memory, widths, radix, sharing, overhead, speculative, heads, shapes):
         app.command()(each)
 
 
@@ -192,4 +192,35 @@ def heads(
     path, loaded = command.writable(out), command.load(model, dtype, device)
     with Show(Console(stderr=True), [((folder.resolve().name, 1, PASS), 1) for folder in folders], rounds) as watch:
         result = Heads(loaded, folders, rounds, machine.facts(loaded.device), watch, path).run()
+    command.conclude(result, path)
+
+
+def shapes(
+    rows: Annotated[str, typer.Option(help="names, separated by commas; rows that take one request at a time")]
+    = "nocache,eager,native-eager,native-packed,paged,ngram,speculative",
+    references: Annotated[bool, typer.Option("--references", help="vLLM (make references) and transformers "
+                                             "besides")] = False,
+    isl: Annotated[str, typer.Option(help="input tokens per prompt, separated by commas")] = "128,1024,4096",
+    osl: Annotated[str, typer.Option(help="output tokens per prompt, separated by commas")] = "64,256",
+    prompts: Annotated[int, typer.Option(help="of each shape")] = 1,
+    rounds: Annotated[int, typer.Option(help="rounds; shapes and rows take turns in each")] = 1,
+    out: Out = command.LOCAL / "shapes.json",
+    model: Model = "smollm2-135m", dtype: Dtype = None, device: Device = None,
+) -> None:
+    """Measure one request at a time, from short prompts and answers to long ones."""
+    from benchmarks import machine
+    from benchmarks.progress import Show
+    from benchmarks.shapes import PASS, Shapes, able, chosen, grid, title
+    from liteinfer import lineage
+
+    named = chosen(rows, references)
+    lengths = grid(command.numbers("isl", isl), command.numbers("osl", osl), prompts)
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    path, loaded = command.writable(out), command.load(model, dtype, device)
+    stages = [((title(row, shape), 1, PASS), (shape.isl // 16 + shape.output[0]) * prompts)   # 16 prompt tokens: a step
+              for shape in lengths for row in able(named, shape, lengths) if not lineage.missing(row)]
+    with Show(Console(stderr=True), stages, rounds) as watch:
+        result = Shapes(loaded, named, lengths, rounds, machine.facts(loaded.device), watch, path,
+                        path.parent / "logs").run()
     command.conclude(result, path)

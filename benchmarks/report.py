@@ -24,7 +24,9 @@ from benchmarks.published_tables import (
     published_throughput_table,
 )
 from benchmarks.result_file import Result, load
+from benchmarks.shape_tables import shapes_split_table, shapes_table, shapes_vllm_table
 from benchmarks.table import DASH, Table, number, print_table, share, size, to_markdown, without_empty
+from benchmarks.workloads import SHAPES
 from liteinfer.lineage import LADDER
 
 __all__ = ["build_tables", "load", "markdown", "print_tables"]
@@ -38,9 +40,11 @@ TABLES: dict[str | None, tuple[str, ...]] = {   # by kind of result
     "overhead": ("overhead",),
     "speculative": ("speculative", "loops", "draft_costs"),
     "heads": ("heads",),
+    "shapes": ("shapes", "shapes_vllm", "shapes_split"),
 }
 OF_THE_LADDER = (*TABLES[None], "published_latency", "published_throughput")
-TELLS_SKIPPED = ("latency", "throughput", "widths", "radix", "sharing", "overhead", "speculative", "heads")
+TELLS_SKIPPED = ("latency", "throughput", "widths", "radix", "sharing", "overhead", "speculative", "heads",
+                 "shapes")
 
 
 def counters_table(book: Book, shown: Sequence[Entry]) -> Table:
@@ -83,13 +87,28 @@ def facts(result: Result) -> dict[str, str]:
     found = {"model": f"{model['name']} ({model['parameters'] / 1e6:,.1f} M parameters, {model['dtype']})",
              **{key.upper(): str(value) for key in ("isl", "osl") if (value := (work or result).get(key))}}
     if work:
-        found["prompts"] = f"{work['latency_prompts']} latency, {work['throughput_prompts']} throughput"
+        found["prompts"] = _prompts(result)
         found |= {"arrivals": f"Poisson, {work['rate']:g} requests/s"} if work.get("rate") else {}
         found["decoding"] = work["decoding"]
     return found | {
         "machine": f"{machine['name']}, {machine['threads']} threads",
         "date": f"{result['date']}, {rounds} rounds" if rounds > 1 else result["date"],
         "versions": ", ".join(f"{package} {version}" for package, version in result["versions"].items())}
+
+
+def _prompts(result: Result) -> str:
+    """How many prompts each pass had, by width where that differs, and the shape's own numbers where they were more."""
+    work = result["workload"]
+    by_width = {row.get("width", 1): row["prompts"]["throughput"] for row in result["rows"]}
+    several = len(set(by_width.values())) > 1
+    found = f"{work['latency_prompts']} latency, " + (
+        f"throughput {', '.join(f'{by_width[width]} at width {width}' for width in sorted(by_width))}" if several
+        else f"{work['throughput_prompts']} throughput")
+    shape = SHAPES.get(work["shape"])
+    fewer = shape and (work["latency_prompts"] < shape.latency_prompts
+                       or any(count < shape.prompts_at(width) for width, count in by_width.items()))
+    return found + (f" (fewer than the {shape.latency_prompts} and {max(shape.throughput_prompts.values())} of the "
+                    f"shape {shape.name}, for want of time)" if shape and fewer else "")
 
 
 def facts_table(book: Book) -> Table:
@@ -140,6 +159,9 @@ def build_tables(book: Book, names: Iterable[str], rows: Sequence[str] | None = 
         "loops": lambda: loops_table(book),
         "draft_costs": lambda: draft_costs_table(book),
         "heads": lambda: heads_table(book),
+        "shapes": lambda: shapes_table(book),
+        "shapes_vllm": lambda: shapes_vllm_table(book),
+        "shapes_split": lambda: shapes_split_table(book),
         "published_latency": lambda: published_latency_table(book, rows),
         "published_throughput": lambda: published_throughput_table(book, rows),
         "published_memory": lambda: published_memory_table(book),

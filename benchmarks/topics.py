@@ -54,6 +54,13 @@ TOPICS = (
                              "the machine changes."),
         Shown("ceilings", 3, "The least time in which this machine can do a decode step of each row, what it took, and "
                              "where the rest went."))),
+    Topic("Across shapes", "shapes", (
+        Shown("shapes", 2, "Where each idea matters: a cache the more the longer the answer, our own forward where "
+                           "tokens come one by one, drafts where there is much to quote from."),
+        Shown("shapes_vllm", 8, "The same requests against vLLM: a short prompt with a long answer is all decode, a "
+                                "long prompt with a short answer nearly all prefill."),
+        Shown("shapes_split", 3, "The two parts of a request: reading the prompt, which is bound by computing, and "
+                                 "each token after it, which is bound by reading the weights."))),
     Topic("Prompts and outputs of uneven length", "ragged", (
         Shown("throughput", 6, "What continuous batching buys: outputs of uneven length leave holes in a static batch, "
                                "and requests that come and go at every step fill them."),

@@ -16,7 +16,7 @@ from benchmarks import __main__ as cli
 from benchmarks import ceilings, codehash, command, machine, metrics, progress, workloads
 from benchmarks.loop import Trace, drive
 from benchmarks.progress import Remaining
-from benchmarks.result_file import without_raw
+from benchmarks.result_file import load, without_raw
 from benchmarks.run import Bench, rotated, runnable, settings
 from benchmarks.workloads import ROLES, SHAPES, Shape, find_shape, workload
 from liteinfer import lineage
@@ -631,6 +631,21 @@ def test_the_command_says_so_and_counts_no_pass_of_it(tiny: LoadedModel, no_pack
     assert "liteinfer-native-packed was not run: needs CUDA." in capsys.readouterr().out
 
 
+def test_fewer_prompts_by_width_are_run_and_said(tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "load", lambda *_: tiny)
+    monkeypatch.setattr(machine, "limits", lambda *_: LIMITS)
+    out = tmp_path / "r.json"
+    assert exit_code("run", "--shape", "paper", "--rows", "eager,eager-b4,continuous", "--out", str(out), "--isl", "9",
+                     "--osl", "3", "--prompts", "1=2,4=5,32=5") == 0
+    prompts = {row["name"]: row["prompts"] for row in load(out)["rows"]}
+    assert {name: (each["latency"], each["throughput"]) for name, each in prompts.items()} == {
+        "liteinfer-eager": (2, 2), "liteinfer-eager-b4": (2, 5), "liteinfer-continuous": (2, 5)}
+    words = " ".join(capsys.readouterr().out.split())
+    assert ("2 latency, throughput 2 at width 1, 5 at width 4, 5 at width 32 (fewer than the 50 and 200 of the shape "
+            "paper, for want of time)") in words
+
+
 def test_asking_only_for_rows_that_cannot_run_is_an_error(no_packed: None, tmp_path: Path,
                                                           monkeypatch: pytest.MonkeyPatch,
                                                           capsys: pytest.CaptureFixture[str]) -> None:
@@ -896,9 +911,11 @@ def test_imports_inside_functions_count_and_closures_stay_in_the_package(reposit
      {"kv_memory", "overhead", "speculative", "heads"}),
     ("benchmarks/memory.py", "MAX_MODEL_LEN = 2048", "MAX_MODEL_LEN = 4096", {"kv_memory"}),
     ("benchmarks/workloads.py", "GOLDEN = (5**0.5 - 1) / 2", "GOLDEN = 0.5",
-     {"kv_memory", "widths", "radix", "sharing", "overhead", "speculative", "heads"}),
+     {"kv_memory", "widths", "radix", "sharing", "overhead", "speculative", "heads", "shapes"}),
     ("benchmarks/run.py", "gc.freeze()", "gc.collect()",
-     {"widths", "radix", "sharing", "overhead", "speculative", "heads"}),
+     {"widths", "radix", "sharing", "overhead", "speculative", "heads", "shapes"}),
+    ("benchmarks/shapes.py", "WARMUP_ISL = 64", "WARMUP_ISL = 32", {"shapes"}),
+    ("benchmarks/shape_tables.py", "Across shapes: ", "Shapes: ", set()),
     ("benchmarks/widths.py", 'PASS = "throughput"', 'PASS = "latency"', {"widths"}),
     ("benchmarks/radix.py", "max_tokens=1", "max_tokens=2", {"radix", "sharing", "overhead", "speculative"}),
     ("benchmarks/sharing.py", "WARMUP = (4, 32, 4)", "WARMUP = (4, 32, 5)", {"sharing"}),
@@ -940,6 +957,10 @@ def test_the_total_does_not_depend_on_order() -> None:
     (["run", "--isl", "0"], "isl must be at least 1, got 0"),
     (["run", "--osl", "-3"], "osl must be at least 1, got -3"),
     (["run", "--prompts", "0"], "prompts must be at least 1, got 0"),
+    (["run", "--prompts", "many"], "prompts must be a number, or numbers by width as in 1=2,32=64, got 'many'"),
+    (["run", "--prompts", "1=2,4"], "prompts must be a number, or numbers by width as in 1=2,32=64, got '1=2,4'"),
+    (["run", "--prompts", "1=2,1=3"], "prompts must name each width once, and widths and numbers of at least 1"),
+    (["run", "--prompts", "1=0"], "widths and numbers of at least 1, got '1=0'"),
     (["run", "--rounds", "0"], "rounds must be at least 1, got 0"),
     (["run", "--rows", "eager", "--width", "7"], "width 7: none of the chosen rows has it"),
     (["run", "--rows", "eager", "--out", "."], "cannot be written"),

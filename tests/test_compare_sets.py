@@ -309,6 +309,10 @@ OTHERS: dict[str, tuple[dict, dict, str, list[str]]] = {   # a result, what chan
                         "1.50 in A, 0.75 in B, 0.50x."]),
     "heads": (of("heads", rows=[{"name": "small", "parameters": 10, "acceptance": {}, "guess_ms": 2.0, "cost": 0.1}]),
               {"guess_ms": 4.0}, "k", ["small: ms of a guess: 2.00 in A, 4.00 in B, 0.50x."]),
+    "shapes": (of("shapes", rows=[{"name": "liteinfer-x", "isl": 1024, "osl": 64, "ttft_ms": 90.0, "tpot_ms": 10.0,
+                                   "e2e_ms": 720.0, "prompt_hash": "p", "code_hash": "a"}]),
+               {"ttft_ms": 180.0, "tpot_ms": 5.0}, "prompts",
+               ["liteinfer-x, ISL 1,024, OSL 64: TTFT ms: 90.0 in A, 180.0 in B, 0.50x."]),
     "kv_memory": (of("kv_memory", waste={"shape": "ragged", "by_block_size": []}, rows=[
         {"output": 48, "contiguous_bytes": 900, "paged_bytes": 100}]), {"paged_bytes": 101, "contiguous_bytes": 899},
         "block_size", ["output tokens 48: paged bytes: 100 in A, 101 in B."]),

@@ -6,7 +6,8 @@ hangs costs its row what is left of it, with the reason; nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -36,17 +37,13 @@ class WithReferences(Bench):
         if row.environment is None:
             super()._turn(record, round_)
             return
-        process = self.start(lineage.python_of(row), row.engine, adapter_settings(row, width, self.model, self.shape),
-                             variables(row), self.logs / f"{row.name}.log")
-        try:
+        with started(row, width, self.model, self.shape, self.logs, self.start) as process:
             self.versions[row.name] = process.versions
             process.drive(record.load.requests("warmup"), width)
             taken: Result = {"raw": {}, "linear_ms": None}
             for what in PASSES:
                 self._pass(process, record, what, taken)
                 self.watch.passed(row.name, width, round_, what, taken[what][_headline(what)])
-        finally:
-            process.close()
         record.rounds.append(taken)
 
     def _pass(self, process: Any, record: Record, what: str, taken: Result) -> None:
@@ -73,6 +70,18 @@ class WithReferences(Bench):
     def _row(self, record: Record, first: Record) -> Result:
         out, name = super()._row(record, first), record.entry.row.name
         return out | ({"versions": self.versions[name]} if name in self.versions else {})
+
+
+@contextmanager
+def started(row: Row, width: int, model: LoadedModel, shape: Shape, logs: Path,
+            start: Callable[..., Any] = Process) -> Iterator[Any]:
+    """The process of a reference, ready to be driven; closed at the end, whatever happens."""
+    process = start(lineage.python_of(row), row.engine, adapter_settings(row, width, model, shape), variables(row),
+                    logs / f"{row.name}.log")
+    try:
+        yield process
+    finally:
+        process.close()
 
 
 def adapter_settings(row: Row, width: int, model: LoadedModel, shape: Shape) -> dict[str, Any]:
