@@ -4,8 +4,9 @@ A row's code is its engine's module and its parts', with all they import from
 liteinfer (imports inside functions included), the four files that drive and
 count a run, and the text the prompts come from. Files are hashed as syntax
 trees without docstrings: editing a comment makes no result stale, editing a
-statement does. The ladder itself is left out, but for the row's own entry, and
-so are the packages' __init__ files, which hold no code that runs in a step.
+statement does. A C++ file counts as it stands, with the module of its name.
+The ladder itself is left out, but for the row's own entry, and so are the
+packages' __init__ files, which hold no code that runs in a step.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ KINDS = {
     "speculative": ("benchmarks.speculative", "benchmarks.speculative_cases", "benchmarks.drafts",
                     "benchmarks.chats", "benchmarks.repetition", "benchmarks.radix", "benchmarks.measurement"),
     "heads": ("benchmarks.heads", "benchmarks.stopwatch", "benchmarks.measurement"),
+    "profile": ("benchmarks.profile", "benchmarks.ceilings", "benchmarks.measurement"),
     "shapes": ("benchmarks.shapes", "benchmarks.measurement"),
 }
 DATA = {"speculative": "benchmarks/data/speculative.json"}   # what a kind of result is measured on besides TEXT
@@ -62,6 +64,8 @@ def _files(modules: Iterable[str], root: Path) -> Iterator[str]:
     for file in closure(modules, root):
         yield f"\n{file.relative_to(root).as_posix()}\n"
         yield code_of(file.read_text(encoding="utf-8"))
+        if (compiled := file.with_suffix(".cpp")).is_file():   # what a module compiles bears its name
+            yield compiled.read_text(encoding="utf-8")
 
 
 def _hash(texts: Iterable[str]) -> str:

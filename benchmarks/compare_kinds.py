@@ -124,6 +124,7 @@ KINDS: dict[str | None, Kind] = {
         same=("prompts",), told=("decode_passes", "drafted_tokens", "accepted_tokens"), rows=_drafts),
     "heads": Kind({"head": "name"}, (Metric("ms of a guess", "guess_ms", spec=",.2f"),), settings=("k", "isl", "osl"),
                   same=("parameters",)),
+    "profile": Kind({"row": "name", "width": "width"}, (Metric("step ms", "step_ms"),), settings=("isl", "osl")),
     "shapes": Kind({"row": "name", "ISL": "isl", "OSL": "osl"}, (
         Metric("TTFT ms", "ttft_ms"), Metric("TPOT ms", "tpot_ms"), Metric("E2E ms", "e2e_ms")),
         settings=("prompts",), same=("prompt_hash",)),

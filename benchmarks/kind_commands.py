@@ -13,7 +13,7 @@ from benchmarks.command import Device, Dtype, Model, Out
 
 
 def add(app: typer.Typer) -> None:
-    for each in (memory, widths, radix, sharing, overhead, speculative, heads, shapes):
+    for each in (memory, widths, radix, sharing, overhead, speculative, heads, profile, shapes):
         app.command()(each)
 
 
@@ -192,6 +192,30 @@ def heads(
     path, loaded = command.writable(out), command.load(model, dtype, device)
     with Show(Console(stderr=True), [((folder.resolve().name, 1, PASS), 1) for folder in folders], rounds) as watch:
         result = Heads(loaded, folders, rounds, machine.facts(loaded.device), watch, path).run()
+    command.conclude(result, path)
+
+
+def profile(
+    rows: Annotated[str, typer.Option(help="names, separated by commas; rows that run continuously")]
+    = "continuous,fast",
+    widths: Annotated[str, typer.Option(help="numbers of sequences, separated by commas")] = "1,4,32",
+    rounds: Annotated[int, typer.Option(help="rounds; rows and widths take turns in each")] = 3,
+    isl: Annotated[int, typer.Option(help="input tokens per prompt")] = 128,
+    osl: Annotated[int, typer.Option(help="output tokens per prompt")] = 32,
+    out: Out = command.LOCAL / "profile.json",
+    model: Model = "smollm2-135m", dtype: Dtype = None, device: Device = None,
+) -> None:
+    """Measure where the time of a decode step goes."""
+    from benchmarks.profile import PASS, Profile, check_lengths, continuous
+    from benchmarks.progress import Show
+
+    chosen, counts = continuous(rows), command.numbers("widths", widths)
+    check_lengths(counts, isl, osl, rounds)
+    path, loaded = command.writable(out), command.load(model, dtype, device)
+    facts = command.limits(loaded)
+    stages = [((row.name, width, PASS), 2 * width * osl) for row in chosen for width in counts]
+    with Show(Console(stderr=True), stages, rounds) as watch:
+        result = Profile(loaded, chosen, counts, isl, osl, rounds, facts, watch, path).run()
     command.conclude(result, path)
 
 

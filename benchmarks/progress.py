@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 Stage = tuple[str, int, str]   # row, width, pass
 UNITS = {"latency": "ms ITL p50", "throughput": "tok/s", "TTFT": "ms with the prefix cached", "wall": "s", "step": "µs",
-         "prompt": "tok/s without drafts", "guess": "ms", "answer": "ms E2E"}
+         "prompt": "tok/s without drafts", "guess": "ms", "answer": "ms E2E", "profile": "ms of a step"}
 
 
 @dataclass

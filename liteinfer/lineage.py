@@ -49,6 +49,9 @@ class Row:
         return reference_at(max(self.widths))
 
 
+FAST = {"linear": "liteinfer.fast.linear:Panels()", "attention": "liteinfer.fast.attention:FastAttention()",
+        "runner": "liteinfer.fast.runner:fast_runner", "drafter": "liteinfer.fast.sampling:BatchSampler"}
+
 LADDER: tuple[Row, ...] = (
     Row("liteinfer-nocache", 1, "liteinfer.engines.no_cache:NoCacheEngine",
         "no KV cache: every step feeds the whole sequence again"),
@@ -98,6 +101,12 @@ LADDER: tuple[Row, ...] = (
         parts={"linear": "liteinfer.model.linear:Packed()", "attention": "liteinfer.cache.paged:GatherSdpa()",
                "kv_manager": "liteinfer.radix_manager:RadixManager",
                "drafter": "liteinfer.speculative.choose:shipped"}),
+    Row("liteinfer-fast", 9, "liteinfer.engines.continuous:ContinuousEngine",
+        "the step made cheap: our own operators for linear layers, attention and what lies between",
+        improves_on="liteinfer-continuous", widths=(1, 4, 32), parts=FAST),
+    Row("liteinfer-fast-radix", 9, "liteinfer.engines.continuous:ContinuousEngine",
+        "the same with the prefix cache: what LLM and the command line use", improves_on="liteinfer-fast",
+        widths=(32,), parts=FAST | {"kv_manager": "liteinfer.radix_manager:RadixManager"}),
 )
 
 # What the ladder is measured against, on request: engines of others, under the same loop.
@@ -114,7 +123,7 @@ REFERENCES: tuple[Row, ...] = (
 )
 ROOT = Path(__file__).resolve().parent.parent
 
-DEFAULT = "liteinfer-continuous"   # what LLM and the command line use unless told otherwise
+DEFAULT = "liteinfer-fast-radix"   # what LLM and the command line use unless told otherwise
 
 # The chapter that introduces each file of the package; 0 is ground that no chapter explains.
 FILES: dict[str, int] = {
@@ -141,6 +150,8 @@ FILES: dict[str, int] = {
     "speculative/head_files.py": 8, "speculative/train/__init__.py": 0, "speculative/train/__main__.py": 8,
     "speculative/train/prompts.py": 8, "speculative/train/corpus.py": 8, "speculative/train/run.py": 8,
     "speculative/train/plan.py": 8,
+    "kernels/build.py": 0, "kernels/cpu.py": 9, "fast/__init__.py": 0, "fast/linear.py": 9, "fast/attention.py": 9,
+    "fast/forward.py": 9, "fast/runner.py": 9, "fast/graphs.py": 9, "fast/sampling.py": 9,
 }
 # These may name any chapter's files: the ladder, its two front doors, and the pictures drawn from live engines.
 EXEMPT = ("lineage.py", "llm.py", "cli.py", "terminal.py",
