@@ -32,6 +32,7 @@ KINDS = {
     "speculative": ("benchmarks.speculative", "benchmarks.speculative_cases", "benchmarks.drafts",
                     "benchmarks.chats", "benchmarks.repetition", "benchmarks.radix", "benchmarks.measurement"),
     "heads": ("benchmarks.heads", "benchmarks.stopwatch", "benchmarks.measurement"),
+    "pieces": ("benchmarks.pieces", "benchmarks.widths", "benchmarks.measurement"),
     "profile": ("benchmarks.profile", "benchmarks.ceilings", "benchmarks.measurement"),
     "shapes": ("benchmarks.shapes", "benchmarks.measurement"),
 }

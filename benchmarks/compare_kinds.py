@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.draft_tables import draft
 from benchmarks.measured import LATENCY, THROUGHPUT
+from benchmarks.pieces import title
 from benchmarks.result_file import Result, dig
 from benchmarks.table import DASH
 
@@ -88,6 +89,10 @@ def _drafts(result: Result) -> list[Result]:
     return [{**row, "draft": draft(row)} for row in result["rows"]]
 
 
+def _variants(result: Result) -> list[Result]:
+    return [{**row, "variant": title(row["without"])} for row in result["rows"]]
+
+
 def _workloads(result: Result) -> list[Result]:
     hashes = {work["name"]: work["prompt_hash"] for work in result["workloads"]}
     return [{**row, "prompt_hash": hashes[row["workload"]]} for row in result["rows"]]
@@ -124,6 +129,9 @@ KINDS: dict[str | None, Kind] = {
         same=("prompts",), told=("decode_passes", "drafted_tokens", "accepted_tokens"), rows=_drafts),
     "heads": Kind({"head": "name"}, (Metric("ms of a guess", "guess_ms", spec=",.2f"),), settings=("k", "isl", "osl"),
                   same=("parameters",)),
+    "pieces": Kind({"variant": "variant", "width": "width"}, (
+        Metric("ITL p50 ms", "itl_p50_ms", each="itl_ms"), Metric("prefill ms", "prefill_ms")),
+        settings=("isl", "osl"), rows=_variants),
     "profile": Kind({"row": "name", "width": "width"}, (Metric("step ms", "step_ms"),), settings=("isl", "osl")),
     "shapes": Kind({"row": "name", "ISL": "isl", "OSL": "osl"}, (
         Metric("TTFT ms", "ttft_ms"), Metric("TPOT ms", "tpot_ms"), Metric("E2E ms", "e2e_ms")),

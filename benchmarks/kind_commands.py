@@ -13,7 +13,7 @@ from benchmarks.command import Device, Dtype, Model, Out
 
 
 def add(app: typer.Typer) -> None:
-    for each in (memory, widths, radix, sharing, overhead, speculative, heads, profile, shapes):
+    for each in (memory, widths, radix, sharing, overhead, speculative, heads, profile, pieces, shapes):
         app.command()(each)
 
 
@@ -216,6 +216,33 @@ def profile(
     stages = [((row.name, width, PASS), 2 * width * osl) for row in chosen for width in counts]
     with Show(Console(stderr=True), stages, rounds) as watch:
         result = Profile(loaded, chosen, counts, isl, osl, rounds, facts, watch, path).run()
+    command.conclude(result, path)
+
+
+def pieces(
+    widths: Annotated[str, typer.Option(help="numbers of sequences, separated by commas")] = "1,4,32",
+    rounds: Annotated[int, typer.Option(help="rounds; variants and widths take turns in each")] = 3,
+    isl: Annotated[int, typer.Option(help="input tokens per prompt")] = 128,
+    osl: Annotated[int, typer.Option(help="output tokens per prompt")] = 32,
+    out: Out = command.LOCAL / "pieces.json",
+    model: Model = "smollm2-135m", dtype: Dtype = None, device: Device = None,
+) -> None:
+    """Measure what each piece of liteinfer-fast brings."""
+    from benchmarks import machine
+    from benchmarks.pieces import PASS, Pieces, title, variants
+    from benchmarks.progress import Show
+    from benchmarks.widths import shape_of
+    from liteinfer import lineage
+
+    counts = command.numbers("widths", widths)
+    shape_of(isl, osl, counts)
+    if rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    path, loaded = command.writable(out), command.load(model, dtype, device)
+    stages = [((title(each), width, PASS), width * osl) for each in variants() for width in counts]
+    with Show(Console(stderr=True), stages, rounds) as watch:
+        result = Pieces(loaded, lineage.find("fast"), counts, isl, osl, rounds, machine.facts(loaded.device), watch,
+                        path).run()
     command.conclude(result, path)
 
 

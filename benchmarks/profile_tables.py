@@ -1,9 +1,13 @@
-"""The table of where a decode step's time goes."""
+"""The tables of chapter 9: where a decode step's time goes, and what each piece of the fast row brings."""
 
 from __future__ import annotations
 
+from statistics import median
+
 from benchmarks.compare import Book
-from benchmarks.prefix_tables import ends
+from benchmarks.pieces import title
+from benchmarks.prefix_tables import ends, ranged
+from benchmarks.result_file import Result
 from benchmarks.table import DASH, Table, number, with_range
 
 HEADINGS = {"linear": "linear layers", "attention": "attention", "gather": "gather", "norms": "norms, rotations",
@@ -33,3 +37,24 @@ def profile_table(book: Book) -> Table:
     return Table("Profile: where a decode step's time goes", ("row", "width", "step ms", "profiled ms",
                                                               *HEADINGS.values()), rows,
                  notes + ends(book, result), keys=2)
+
+
+def pieces_table(book: Book) -> Table:
+    """Each variant at each width: its step, its prefill, and how many times as long as the whole row's."""
+    result = book.of_kind("pieces")
+    whole = {row["width"]: row for row in result["rows"] if not row["without"]}
+    rows = [(title(row["without"]), str(row["width"]), ranged(result, row, "itl_p50_ms", "itl_range"),
+             number(row["width"] / row["itl_p50_ms"] * 1000, ",.1f"), _times(row, whole.get(row["width"]), "itl_ms"),
+             ranged(result, row, "prefill_ms", "prefill_range"), _times(row, whole.get(row["width"]), "prefill_ms"))
+            for row in sorted(result["rows"], key=lambda row: row["width"])]
+    notes = [f"ISL {result['isl']}, OSL {result['osl']}: as many requests at once as the width. Without a piece: the "
+             "plain part of rung 6 in its place. Prefill: until every request has its first token. Takes: times as "
+             "long as with all pieces, the median of the rounds' ratios."]
+    header = ("variant", "width", "ITL p50 ms", "tok/s", "takes", "prefill ms", "prefill takes")
+    return Table("Pieces: what each of them brings", header, rows, notes + ends(book, result), keys=2)
+
+
+def _times(row: Result, whole: Result | None, key: str) -> str:
+    pairs = zip(row["rounds"], whole["rounds"], strict=False) if whole else ()
+    ratios = [mine[key] / theirs[key] for mine, theirs in pairs]
+    return f"{median(ratios):,.2f}x" if ratios else DASH

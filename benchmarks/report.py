@@ -16,7 +16,7 @@ from benchmarks.draft_tables import draft_costs_table, heads_table, loops_table,
 from benchmarks.kinds import kv_memory_table, waste_table, widths_table
 from benchmarks.measured import LATENCY, PER_EVENT, THROUGHPUT, drafts, measured_table, throughput_table
 from benchmarks.prefix_tables import overhead_table, radix_table, sharing_table
-from benchmarks.profile_tables import profile_table
+from benchmarks.profile_tables import pieces_table, profile_table
 from benchmarks.published_tables import (
     published_latency_table,
     published_memory_table,
@@ -41,12 +41,13 @@ TABLES: dict[str | None, tuple[str, ...]] = {   # by kind of result
     "overhead": ("overhead",),
     "speculative": ("speculative", "loops", "draft_costs"),
     "heads": ("heads",),
+    "pieces": ("pieces",),
     "profile": ("profile",),
     "shapes": ("shapes", "shapes_vllm", "shapes_split"),
 }
 OF_THE_LADDER = (*TABLES[None], "published_latency", "published_throughput")
 TELLS_SKIPPED = ("latency", "throughput", "widths", "radix", "sharing", "overhead", "speculative", "heads",
-                 "profile", "shapes")
+                 "pieces", "profile", "shapes")
 
 
 def counters_table(book: Book, shown: Sequence[Entry]) -> Table:
@@ -161,6 +162,7 @@ def build_tables(book: Book, names: Iterable[str], rows: Sequence[str] | None = 
         "loops": lambda: loops_table(book),
         "draft_costs": lambda: draft_costs_table(book),
         "heads": lambda: heads_table(book),
+        "pieces": lambda: pieces_table(book),
         "profile": lambda: profile_table(book),
         "shapes": lambda: shapes_table(book),
         "shapes_vllm": lambda: shapes_vllm_table(book),

@@ -31,6 +31,7 @@ ROWS: dict[str | None, set[str]] = {   # by kind, what every row of a result has
     "overhead": {"name", "step_us", "kv_us", "code_hash"},
     "speculative": {"name", "prompts_kind", "draft", "k", "width", "tok_s", "speedup", "code_hash"},
     "heads": {"name", "parameters", "acceptance", "guess_ms", "cost"},
+    "pieces": {"name", "without", "width", "itl_p50_ms", "prefill_ms", "code_hash"},
     "profile": {"name", "width", "step_ms", "profiled_ms", "parts_ms", "ceilings_ms", "code_hash"},
     "shapes": {"name", "isl", "osl", "ttft_ms", "tpot_ms", "e2e_ms", "code_hash"},
 }
@@ -46,6 +47,7 @@ REQUIRED: dict[str | None, tuple[str, ...]] = {
     "speculative": ("machine", "versions", "model", "rounds", "max_tokens", "prompt_hash", "rows", "loops", "costs",
                     "code_hash"),
     "heads": ("machine", "versions", "model", "rounds", "k", "isl", "osl", "rows", "code_hash"),
+    "pieces": ("machine", "versions", "model", "rounds", "isl", "osl", "rows", "code_hash"),
     "profile": ("machine", "versions", "model", "rounds", "isl", "osl", "rows", "code_hash"),
     "shapes": ("machine", "versions", "model", "rounds", "prompts", "rows", "code_hash"),
 }

@@ -13,8 +13,8 @@ from rich.text import Text
 
 DASH = "-"
 BLOCKS = "▏▎▍▌▋▊▉█"   # one to eight eighths
-LEFT = {"row", "workload", "kind", "draft", "head", "chapter", "what it is", "improves on", "standing", "bound",
-        "note"}   # columns of words
+LEFT = {"row", "workload", "kind", "draft", "head", "variant", "chapter", "what it is", "improves on", "standing",
+        "bound", "note"}   # columns of words
 
 
 @dataclass(frozen=True)

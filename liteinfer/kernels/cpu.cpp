@@ -21,7 +21,14 @@ constexpr int BYTES = 32, MAX_ROWS = 6;    // of 16 registers: 6 x 2 sums, 2 of 
 constexpr long IN_CACHE = 256 * 1024;      // bytes of inputs that a pass over the panels keeps in the L2 cache
 constexpr long WORTH_A_THREAD = 1 << 14;   // numbers to touch, below which a second thread costs more than it brings
 
-template <class T> using V [[gnu::vector_size(BYTES), gnu::aligned(sizeof(T)), gnu::may_alias]] = T;
+template <class T> struct Register;
+template <> struct Register<float> {
+    typedef float type __attribute__((vector_size(BYTES), aligned(sizeof(float)), may_alias));
+};
+template <> struct Register<double> {
+    typedef double type __attribute__((vector_size(BYTES), aligned(sizeof(double)), may_alias));
+};
+template <class T> using V = typename Register<T>::type;
 template <class T> constexpr int LANES = BYTES / sizeof(T);
 template <class T> constexpr int P = 2 * LANES<T>;
 
@@ -56,11 +63,12 @@ template <class T, int ROWS>
 static void tile(const T* x, long xs, const T* panel, long in, const T* bias, T* y, long ys, long cols,
                  const T* next, long every) {
     V<T> acc[ROWS][2] = {};
-    for (long k = 0; k < in; k++) {
+    for (long k = 0, wait = 1; k < in; k++) {
         V<T> left = load(panel + k * P<T>), right = load(panel + k * P<T> + LANES<T>);
-        if (next && k % every == 0) {
-            const T* line = next + k / every * P<T>;
-            for (int b = 0; b < 2 * BYTES; b += 64) __builtin_prefetch(reinterpret_cast<const char*>(line) + b, 0, 2);
+        if (next && --wait == 0) {
+            for (long j = 0; j < P<T>; j += 64 / long(sizeof(T))) __builtin_prefetch(next + j, 0, 2);
+            next += P<T>;
+            wait = every;
         }
         for (int r = 0; r < ROWS; r++) {
             acc[r][0] += x[r * xs + k] * left;
@@ -306,7 +314,7 @@ static void attend(const T* q, long qs, const T* keys, const T* values, const in
     }
 #pragma omp parallel num_threads(threads) if (first.back() > kv || seq_lens[0] * kv * d >= WORTH_A_THREAD)
     {
-        std::vector<T> scores;
+        static thread_local std::vector<T> scores;
 #pragma omp for schedule(dynamic, 1)
         for (long task = first.back() - 1; task >= 0; task--) {                // the longest last rows first
             long b = std::upper_bound(first.begin(), first.end(), task) - first.begin() - 1;
