@@ -23,8 +23,8 @@ def shapes_table(book: Book) -> Table:
         gain = _gain(rows[name][place], rows[base].get(place)) if base else None
         return number(rows[name][place]["e2e_ms"] / 1000, ",.2f") + (f" ({gain:,.2f}x)" if gain else "")
 
-    what = ("In brackets how many times faster than its base, at the same shape: the nearest row below it in the "
-            "ladder's order of improvement that is here.")
+    what = ("In brackets how many times faster than its base at the same shape: the row it improves on, or the nearest "
+            "before that one that was run.")
     return _by_shape(book, "Across shapes: E2E in seconds, one request at a time", cell, [what])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MAIN = "course"   # the result of the whole ladder
+MAIN = "paper"   # the result of the whole ladder
 
 INTRO = (
     "Every rung of the ladder, measured, and beside it what it is compared with. Code writes every figure here, from "
@@ -49,14 +49,17 @@ TOPICS = (
         Shown("latency", 2, "How long one request that is alone on the machine waits: what a single reader feels, and "
                             "where the KV cache, our own forward and drafts count most."),
         Shown("throughput", 5, "How much gets done when all prompts are there at once: what a server sells, and where "
-                               "width counts most, since the weights are read once for all sequences of a step."),
+                               "width counts most, since the weights are read once for all sequences of a step. Greedy "
+                               "output that may not end repeats itself after a while, and drafts guess a repetition: "
+                               "what they gain on text that does not is in the table of speculative decoding."),
         Shown("counters", 4, "What each row did, counted and not timed: the evidence for each idea, which stays when "
                              "the machine changes."),
         Shown("ceilings", 3, "The least time in which this machine can do a decode step of each row, what it took, and "
                              "where the rest went."))),
     Topic("Across shapes", "shapes", (
         Shown("shapes", 2, "Where each idea matters: a cache the more the longer the answer, our own forward where "
-                           "tokens come one by one, drafts where there is much to quote from."),
+                           "tokens come one by one, drafts where the answer repeats what was said, as output of forced "
+                           "length does."),
         Shown("shapes_vllm", 8, "The same requests against vLLM: a short prompt with a long answer is all decode, a "
                                 "long prompt with a short answer nearly all prefill."),
         Shown("shapes_split", 3, "The two parts of a request: reading the prompt, which is bound by computing, and "
