@@ -35,6 +35,7 @@ MARK = "part: "    # before the names of our ranges
 # In the order of a step. "between" and "norms" are the forward's own time, told apart by what torch says it did.
 PARTS = ("linear", "attention", "gather", "norms", "sampling", "scheduling", "between", "unattributed")
 WARMUP = 4         # steps that are not counted, after the first in which all decode
+COUNTED = 12       # steps that the profiler sees: at width 32 it keeps ten thousand events of each
 
 
 @dataclass
@@ -84,33 +85,39 @@ class Profile(Measurement):
 
     def _turn(self, point: Point, round_: int) -> None:
         engine = self.build(point.row, self.model, **settings(point.row, point.width, self._shape(point.width)))
-        plain = [took for took, _ in self._decode(engine, point.width)]
-        with ExitStack() as ranges, profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
+        plain = list(self._decode(engine, point.width))
+        seen = profile(activities=[ProfilerActivity.CPU], acc_events=True)
+        with ExitStack() as ranges:
             mark(engine, ranges)
-            counted = sum(1 for _ in self._decode(engine, point.width))
-        steps = split(seen.events())[-counted:]
+            for i, _ in enumerate(self._decode(engine, point.width)):
+                if i == 0:
+                    ranges.enter_context(seen)   # from the next step on
+                elif i == COUNTED:
+                    break                        # the engine has served its turn
+        steps = split(seen.events())
         parts = {part: mean(step[part] for step in steps) for part in PARTS}
         point.rounds.append({"step_ms": median(plain), "profiled_ms": sum(parts.values()), "parts_ms": parts})
         self.watch.passed(*point.label, round_, PASS, point.rounds[-1]["step_ms"])
 
-    def _decode(self, engine: Any, width: int) -> Iterator[tuple[float, int]]:
-        """Milliseconds of each counted step. Raises RuntimeError if a request failed, or no step could be counted."""
+    def _decode(self, engine: Any, width: int) -> Iterator[float]:
+        """Milliseconds of each counted step. Raises RuntimeError if a request failed, or there are not two of them."""
         asked = requests("profile", take(self.model, self.isl, width), self.osl)
         for request in asked:
             engine.add(request)
         decoding = 0
         while engine.has_unfinished():
-            decoding += all(request.output_token_ids for request in asked)
+            decoding += len(engine.scheduler.running) == width and all(request.output_token_ids for request in asked)
             began = time.perf_counter()
             with record_function(f"{MARK}step"):
                 events = engine.step()
-            took = (time.perf_counter() - began) * 1000
+            ms = (time.perf_counter() - began) * 1000
             if failed := [event.error for event in events if event.error]:
                 raise RuntimeError(failed[0])
             if decoding > WARMUP:
-                yield took, len(events)
-        if decoding <= WARMUP:
-            raise RuntimeError(f"osl {self.osl} leaves no step to count after {WARMUP} of {width} sequences")
+                yield ms
+        if decoding < WARMUP + 2:
+            raise RuntimeError(f"osl {self.osl} leaves too few steps in which all {width} sequences decode: "
+                               f"{decoding}, and {WARMUP + 2} are needed")
 
     def result(self) -> Result:
         """The result JSON of what is finished so far."""
@@ -132,7 +139,7 @@ class Profile(Measurement):
 
 def check_lengths(widths: Sequence[int], isl: int, osl: int, rounds: int) -> None:
     """Raises ValueError for what makes no profile; the message names the setting and the number."""
-    for setting, value, least in (("widths", min(widths), 1), ("isl", isl, 1), ("osl", osl, WARMUP + 2),
+    for setting, value, least in (("widths", min(widths), 1), ("isl", isl, 1), ("osl", osl, WARMUP + 3),
                                   ("rounds", rounds, 1)):
         if value < least:
             raise ValueError(f"{setting} must be at least {least}, got {value}")
@@ -164,13 +171,21 @@ def mark(engine: Any, ranges: ExitStack) -> None:
 
 def around(ranges: ExitStack, owner: Any, name: str, part: str) -> None:
     """Replace owner.name by itself in a range."""
-    inner = getattr(owner, name)
+    ranges.enter_context(patch.object(owner, name, Ranged(getattr(owner, name), part)))
 
-    def ranged(*args: Any, **kwargs: Any) -> Any:
-        with record_function(MARK + part):
-            return inner(*args, **kwargs)
 
-    ranges.enter_context(patch.object(owner, name, ranged))
+class Ranged:
+    """Something callable, each call of it in a range; in all else itself."""
+
+    def __init__(self, inner: Any, part: str) -> None:
+        self._inner, self._name = inner, MARK + part
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with record_function(self._name):
+            return self._inner(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 def split(events: Sequence[Any]) -> list[dict[str, float]]:
@@ -198,7 +213,7 @@ def split(events: Sequence[Any]) -> list[dict[str, float]]:
             parts["between"] += own[event.id] - operations[event.id]
         else:
             parts["unattributed" if part == "step" else part] += own[event.id]
-    return [steps[key] for key in sorted(steps)]
+    return list(steps.values())
 
 
 def took(event: Any) -> float:

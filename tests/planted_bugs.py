@@ -171,4 +171,28 @@ BUGS = [
     Bug("scheduler.py", "while chunk.draft and not self.kv.allocate(request, chunk.start + chunk.num_tokens):",
         "while False:",
         "tests/test_speculative.py::test_a_draft_that_blocks_are_short_for_is_cut_before_anybody_is_preempted"),
+    # chapter 9: the step made cheap
+    Bug("kernels/cpu.cpp", "rows * i / tiles, r1 = rows * (i + 1) / tiles", "i * MAX_ROWS, r1 = "
+        "std::min<long>(rows, r0 + MAX_ROWS - 1)", "tests/test_cpu_ops.py::test_linear_layers[float64-576-100-301]"),
+    Bug("kernels/cpu.cpp", "seq_lens[b] - queries + query + 1", "seq_lens[b]",
+        "tests/test_cpu_ops.py::test_attention_in_place[float64-4-2-16-16-contexts7-news7]"),
+    Bug("kernels/cpu.cpp", "sees[r], padded);\n    for", "length, padded);\n    for",
+        "tests/test_cpu_ops.py::test_attention_in_place[float64-4-2-16-16-contexts7-news7]"),
+    Bug("kernels/cpu.cpp", "scaled = x < -87.0f ? V<float>{} : scaled;", "",
+        "tests/test_cpu_ops.py::test_attention_in_place[float32-9-3-64-16-contexts8-news8]"),
+    Bug("kernels/cpu.py", "q, q.stride(0), k, k.stride(0), v, v.stride(0), cos", "q, q.stride(1), k, k.stride(0), v, "
+        "v.stride(0), cos", "tests/test_cpu_ops.py::test_rotation_and_store[float64]"),
+    Bug("fast/linear.py", "ops.linear(x, panels, bias, sum(sizes))", "ops.linear(x, panels, None, sum(sizes))",
+        "tests/test_ladder.py::test_tier_a_tokens_are_identical[qwen2-liteinfer-fast]"),
+    Bug("fast/attention.py", "gathers = False", "gathers = True",
+        "tests/test_fast.py::test_nothing_is_copied_to_attend"),
+    Bug("fast/forward.py", "return x if add is None else x.add_(add)", "return x",
+        "tests/test_fast.py::test_the_fused_forward_is_the_plain_one[llama]"),
+    Bug("fast/runner.py", "return FusedRunner(llama, cache, ops) if ops else Runner(llama, cache)",
+        "return Runner(llama, cache)", "tests/test_fast.py::test_it_is_made_of_its_own_parts"),
+    Bug("fast/graphs.py", "mine.slot_mapping[rows:], mine.positions[rows:] = 1, self.nowhere, 0",
+        "mine.slot_mapping[rows:], mine.positions[rows:] = 1, 0, 0",
+        "tests/test_fast.py::test_what_other_rows_hold_is_left_alone"),
+    Bug("fast/sampling.py", "fine[row] and chunk.request.params.temperature == 0", "fine[row]",
+        "tests/test_fast.py::test_greedy_tokens_are_chosen_together_and_the_rest_one_by_one"),
 ]

@@ -43,6 +43,20 @@ def fast(model: LoadedModel, **settings: Any) -> ContinuousEngine:
     return engine
 
 
+def steps_of(engine: Any, prompts: list[list[int]], params: SamplingParams) -> list[StepOutput]:
+    """What the model said in every step."""
+    inner, seen = engine.runner.run, list[StepOutput]()
+
+    def run_and_note(chunks: Any) -> StepOutput:
+        output = inner(chunks)
+        seen.append(StepOutput(output.logits.clone(), output.hidden_states.clone()))
+        return output
+
+    engine.runner.run = run_and_note
+    outputs(engine, prompts, params)
+    return seen
+
+
 def expected(model: LoadedModel) -> list[list[int]]:
     return outputs(build("nocache", model), PROMPTS, FORCED)
 
@@ -56,11 +70,7 @@ def test_it_is_made_of_its_own_parts(tiny_llama: LoadedModel) -> None:
 
 def test_the_fused_forward_is_the_plain_one(tiny: LoadedModel) -> None:
     plain, fused = (fast(tiny, runner=runner) for runner in (Runner, fast_runner))
-    seen: list[list[StepOutput]] = [[], []]
-    for engine, steps in zip((plain, fused), seen, strict=True):
-        inner = engine.runner.run
-        engine.runner.run = lambda chunks, inner=inner, steps=steps: steps.append(inner(chunks)) or steps[-1]
-        outputs(engine, PROMPTS, FORCED)
+    seen = [steps_of(engine, PROMPTS, FORCED) for engine in (plain, fused)]
     assert isinstance(fused.runner, FusedRunner) and len(seen[0]) == len(seen[1])
     for one, other in zip(*seen, strict=True):
         torch.testing.assert_close(one.hidden_states, other.hidden_states, rtol=1e-11, atol=1e-11)
@@ -113,9 +123,12 @@ def test_a_graph_is_recorded_once_for_a_width_and_steps_of_prompts_have_none(tin
                                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     init = graphs.Slots.__init__
-    monkeypatch.setattr(graphs.Slots, "__init__",
-                        lambda self, llama, cache, width, record: made.append(width) or init(self, llama, cache, width,
-                                                                                             record))
+
+    def noted(self: graphs.Slots, llama: Any, cache: Any, width: int, record: Any) -> None:
+        made.append(width)
+        init(self, llama, cache, width, record)
+
+    monkeypatch.setattr(graphs.Slots, "__init__", noted)
     engine = fast(tiny_llama, runner=Replaying, max_num_seqs=6)
     for _ in range(2):
         outputs(engine, PROMPTS, FORCED)
@@ -132,8 +145,12 @@ def test_greedy_tokens_are_chosen_together_and_the_rest_one_by_one(tiny_llama: L
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[str] = []
     sample = BatchSampler._sample
-    monkeypatch.setattr(BatchSampler, "_sample",
-                        lambda self, logits, request: drawn.append(request.request_id) or sample(self, logits, request))
+
+    def noted(self: BatchSampler, logits: torch.Tensor, request: Request) -> Any:
+        drawn.append(request.request_id)
+        return sample(self, logits, request)
+
+    monkeypatch.setattr(BatchSampler, "_sample", noted)
     params = [SamplingParams(max_tokens=5, ignore_eos=True, temperature=t, seed=3) for t in (0, 1.3, 0)]
     found = outputs(fast(tiny_llama), PROMPTS[:3], params)
     assert set(drawn) == {"1"} and len(drawn) == 5
@@ -141,7 +158,7 @@ def test_greedy_tokens_are_chosen_together_and_the_rest_one_by_one(tiny_llama: L
 
 
 def test_a_row_that_is_not_a_number_costs_its_own_request(tiny_llama: LoadedModel) -> None:
-    engine = fast(tiny_llama)
+    engine: Any = fast(tiny_llama)
     inner = engine.runner.run
 
     def spoiled(chunks: Any) -> StepOutput:
@@ -175,13 +192,8 @@ def test_real_weights_in_float32(smol: LoadedModel) -> None:
     ops = cpu_ops(torch.float32)
     assert ops is not None
     prompts = [smol.encode("The capital of France is"), smol.encode("def fibonacci(n):\n    ")]
-    logits = []
-    for name in ("continuous", "fast"):
-        engine = build(name, smol, num_blocks=64)
-        inner, seen = engine.runner.run, []
-        engine.runner.run = lambda chunks, inner=inner, seen=seen: seen.append(inner(chunks)) or seen[-1]
-        outputs(engine, prompts, SamplingParams(max_tokens=4, ignore_eos=True))
-        logits.append([output.logits.clone() for output in seen])
-    assert isinstance(engine.runner.model, FusedLlama)
-    for plain, fused in zip(*logits, strict=True):
-        torch.testing.assert_close(plain, fused, rtol=1e-3, atol=2e-3)
+    engines: list[Any] = [build(name, smol, num_blocks=64) for name in ("continuous", "fast")]
+    steps = [steps_of(engine, prompts, SamplingParams(max_tokens=4, ignore_eos=True)) for engine in engines]
+    assert isinstance(engines[1].runner.model, FusedLlama)
+    for plain, fused in zip(*steps, strict=True):
+        torch.testing.assert_close(plain.logits, fused.logits, rtol=1e-3, atol=2e-3)

@@ -92,5 +92,5 @@ def test_the_ladder_is_consistent() -> None:
         module = row.engine.split(":")[0].removeprefix("liteinfer.").replace(".", "/") + ".py"
         assert lineage.FILES[module] <= row.chapter
     assert lineage.DEFAULT in names
-    with pytest.raises(ValueError, match=r"unknown row 'fast'; the rows are liteinfer-nocache, .*native-packed"):
-        lineage.find("fast")
+    with pytest.raises(ValueError, match=r"unknown row 'fastest'; the rows are liteinfer-nocache, .*native-packed"):
+        lineage.find("fastest")

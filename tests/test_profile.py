@@ -15,6 +15,7 @@ from benchmarks.profile import MARK, PARTS, Profile, split
 from benchmarks.report import markdown
 from benchmarks.result_file import load
 from liteinfer import lineage
+from liteinfer.kernels.build import compiler
 from liteinfer.loading import LoadedModel, tiny_model
 from tests.results import no_hash
 
@@ -100,16 +101,12 @@ def test_a_profile_of_every_row_and_width(talker: LoadedModel, tmp_path: Path) -
         parts = row["parts_ms"]
         assert tuple(parts) == PARTS and min(parts.values()) >= 0 and parts["linear"] > 0 < parts["between"]
         assert row["ceilings_ms"]["step"] <= row["step_ms"]
-        assert (parts["gather"] > 0) == (row["name"] == "liteinfer-continuous" or not in_place(engines))
+        assert (parts["gather"] > 0) == (row["name"] == "liteinfer-continuous" or compiler() is None)
     for engine in engines:   # the ranges are gone: a part is itself again
         assert "run" not in vars(engine.runner) and "schedule" not in vars(engine.scheduler)
     table = markdown([result], ("profile",), no_hash)
     assert "| row | width | step ms | profiled ms | linear layers | attention | gather |" in table
     assert table.count("| least |") == 2 and "at 10.0 GB/s or operations at 100 GFLOP/s" in table
-
-
-def in_place(engines: list[Any]) -> bool:
-    return not engines[-1].cache.attention.gathers
 
 
 def test_the_command(talker: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -122,8 +119,16 @@ def test_the_command(talker: LoadedModel, tmp_path: Path, monkeypatch: pytest.Mo
     assert ended.value.code == 0 and "where a decode step's time goes" in " ".join(capsys.readouterr().out.split())
 
 
+def test_too_few_steps_in_which_all_decode_cost_the_point(talker: LoadedModel) -> None:
+    why: list[str] = []
+    watch = SimpleNamespace(passed=lambda *_: None, stopped=lambda *each: why.append(each[-1]))
+    bench = Profile(talker, [lineage.find("fast")], [6], 48, 7, 1, MACHINE, watch,
+                    build=lambda *args, **kwargs: lineage.build(*args, **kwargs, max_num_batched_tokens=48))
+    assert bench.run()["rows"] == [] and "leaves too few steps in which all 6 sequences decode" in why[0]
+
+
 @pytest.mark.parametrize(("asked", "words"), [
-    (["--widths", "0"], "widths must be at least 1, got 0"), (["--osl", "5"], "osl must be at least 6, got 5"),
+    (["--widths", "0"], "widths must be at least 1, got 0"), (["--osl", "6"], "osl must be at least 7, got 6"),
     (["--isl", "0"], "isl must be at least 1, got 0"), (["--rounds", "0"], "rounds must be at least 1, got 0"),
     (["--rows", "paged"], "liteinfer-paged is not scheduled; the rows that are:")])
 def test_what_makes_no_profile_is_refused(asked: list[str], words: str, talker: LoadedModel,

@@ -382,7 +382,8 @@ def test_bytes_are_shown_in_a_unit_for_people(n, text):
 def test_the_markdown_of_the_fixture(result):
     names = ("facts", "throughput", "counters", "ceilings")
     assert markdown([result], names, no_hash) == """\
-toy (134.5 M parameters, float32) · ISL 16 · OSL 8 · prompts 2 latency, 4 throughput · greedy, forced length · \
+toy (134.5 M parameters, float32) · ISL 16 · OSL 8 · prompts 2 latency, 4 throughput \
+(fewer than the 4 and 64 of the shape quick, for want of time) · greedy, forced length · \
 Toy CPU, 2 cores, 2 threads · 2026-12-01, 2 rounds · python 3.11, torch 2.13.0
 
 **Throughput: all prompts at once**

@@ -25,12 +25,12 @@ class FusedLlama:
     def hidden_states(self, ids: Tensor, positions: Tensor, cache: PagedCache) -> Tensor:
         """ids [N] -> the last layer's output [N, E], before the final norm. Writes this step's keys and values."""
         llama, ops, layout = self.llama, self.ops, cache.layout
-        heads, eps = (-1, llama.config.head_size), llama.config.rms_norm_eps
+        heads, eps = (len(ids), -1, llama.config.head_size), llama.config.rms_norm_eps
         cos, sin = cos_sin(llama.inv_freq, positions, llama.embedding.dtype)  # [N, 1, D]
         x, add = F.embedding(ids, llama.embedding), None                     # [N, E]
         for i, layer in enumerate(llama.layers):
             normed = ops.add_rms_norm(x, add, layer.input_norm, eps)
-            q, k, v = (y.unflatten(-1, heads) for y in layer.qkv(normed))    # [N, H, D], [N, K, D] twice
+            q, k, v = (y.view(heads) for y in layer.qkv(normed))    # [N, H, D], [N, K, D] twice
             ops.rotate_and_store(q, k, v, cos, sin, layout.slot_mapping, cache.keys[i], cache.values[i])
             attended = cache.attention(q, cache.keys[i], cache.values[i], layout)
             normed = ops.add_rms_norm(x, layer.o(attended.flatten(-2))[0], layer.mlp_norm, eps)

@@ -7,7 +7,7 @@ from torch import Tensor
 from liteinfer.cache.paged import PagedCache
 from liteinfer.fast.forward import FusedLlama
 from liteinfer.fast.graphs import GraphRunner
-from liteinfer.kernels.cpu import CpuOps, cpu_ops
+from liteinfer.kernels.cpu import CpuOps, cpu_ops, in_huge_pages
 from liteinfer.model.layout import Layout
 from liteinfer.model.llama import Llama
 from liteinfer.runner import Runner, StepOutput
@@ -19,6 +19,8 @@ class FusedRunner(Runner):
     def __init__(self, llama: Llama, cache: PagedCache, ops: CpuOps) -> None:
         super().__init__(llama, cache)
         self.model = FusedLlama(llama, ops)
+        for pages in (cache.keys, cache.values):
+            in_huge_pages(pages)
 
     def forward(self, ids: Tensor, layout: Layout, logits_at: Tensor) -> StepOutput:
         hidden = self.model.hidden_states(ids, layout.positions, self.cache)  # [N, E]

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #ifdef __AVX512F__
@@ -20,6 +21,8 @@ constexpr int BYTES = 32, MAX_ROWS = 6;    // of 16 registers: 6 x 2 sums, 2 of 
 #endif
 constexpr long IN_CACHE = 256 * 1024;      // bytes of inputs that a pass over the panels keeps in the L2 cache
 constexpr long WORTH_A_THREAD = 1 << 14;   // numbers to touch, below which a second thread costs more than it brings
+
+#define UNROLL _Pragma("GCC unroll 64")    // a sum stays in its register only where the loop over sums is unrolled
 
 template <class T> struct Register;
 template <> struct Register<float> {
@@ -34,12 +37,20 @@ template <class T> constexpr int P = 2 * LANES<T>;
 
 template <class T> static inline V<T> load(const T* at) { return *reinterpret_cast<const V<T>*>(at); }
 template <class T> static inline void store(T* at, V<T> v) { *reinterpret_cast<V<T>*>(at) = v; }
-template <class T> static inline T sum(V<T> v) {
-    T half[LANES<T>];
-    store(half, v);
-    for (int n = LANES<T> / 2; n; n /= 2)
-        for (int i = 0; i < n; i++) half[i] += half[i + n];
-    return half[0];
+template <class T, int N = LANES<T> / 2> static inline T sum(V<T> v) {   // fold in halves: 16 lanes, 8, 4, 2, 1
+    typedef typename std::conditional<sizeof(T) == 4, int32_t, int64_t>::type Int;
+    typedef Int Ints __attribute__((vector_size(BYTES)));
+    Ints other;
+    for (int i = 0; i < LANES<T>; i++) other[i] = i ^ N;
+#ifdef __clang__
+    V<T> swapped;
+    for (int i = 0; i < LANES<T>; i++) swapped[i] = v[i ^ N];
+    v += swapped;
+#else
+    v += __builtin_shuffle(v, other);
+#endif
+    if constexpr (N > 1) return sum<T, N / 2>(v);
+    return v[0];
 }
 
 // ---- linear layers ---------------------------------------------------------------------------------------------
@@ -70,12 +81,12 @@ static void tile(const T* x, long xs, const T* panel, long in, const T* bias, T*
             next += P<T>;
             wait = every;
         }
-        for (int r = 0; r < ROWS; r++) {
+        UNROLL for (int r = 0; r < ROWS; r++) {
             acc[r][0] += x[r * xs + k] * left;
             acc[r][1] += x[r * xs + k] * right;
         }
     }
-    for (int r = 0; r < ROWS; r++) {
+    UNROLL for (int r = 0; r < ROWS; r++) {
         T sums[P<T>];
         store(sums, acc[r][0]);
         store(sums + LANES<T>, acc[r][1]);
@@ -201,10 +212,12 @@ static void silu_mul(const T* gate, long gs, const T* up, long us, T* y, long n,
 }
 
 // ---- attention over pages, in place ----------------------------------------------------------------------------
-// A task is a sequence and a kv head. Its rows are (query, query head) pairs, all heads that share the kv head side by
-// side, as in the Triton kernel; AT_ONCE of them share every key and value that is loaded. They walk the block table
-// twice, for the scores of all keys and for the values, and copy nothing. Pages are [blocks, block_size, K, D]; tables
-// [B, table_stride]; q and out [N, H, D], queries lie qs apart.
+// A task is a sequence and some of its queries. It walks the block table twice, for the scores of all keys and for the
+// values, and copies nothing. In a block it serves one kv head after the other, so that it reads a block from its first
+// byte to its last: taking one head through all blocks would read a third of each line of memory's rows, three times,
+// and was four times slower. The queries that share a kv head are the rows of a chunk, and a key or value that is
+// loaded meets them all. Pages are [blocks, block_size, K, D]; tables [B, table_stride]; q and out [N, H, D], queries
+// lie qs apart.
 
 #ifdef __AVX512F__
 constexpr int AT_ONCE = 6;
@@ -213,24 +226,38 @@ constexpr int AT_ONCE = 3;
 #endif
 constexpr int KEYS = 4, REGISTERS = 4;                      // 6 x 4 sums in 32 registers, or 3 x 4 in 16
 
-template <class T> struct Pages {                           // one layer's keys, or values, of one kv head
-    const T* first;
-    const int32_t* table;                                   // of the sequence
-    long block_size, stride;                                // numbers from one slot to the next
-    const T* block(long b) const { return first + table[b] * block_size * stride; }
+template <class T> struct Chunk {                           // up to AT_ONCE (query, query head) pairs of a kv head
+    long head;
+    int rows = 0;
+    const T* q[AT_ONCE];
+    T* out[AT_ONCE];
+    long sees[AT_ONCE];                                     // keys that each may look at
+    T shrink[AT_ONCE];                                      // one over the sum of its weights
+    T* scores;                                              // [rows, padded]
 };
 
-// scores[r][s] = row r . key s, for KEYS keys from k on.
+// scores[r][s] = row r . key s, for COUNT keys from k on.
 template <class T, int ROWS, int COUNT>
-static inline void score(const T* const* q, const T* k, long stride, long d, T scale, T* scores, long apart) {
+static inline void score(const Chunk<T>& rows, const T* k, long ahead, long stride, long d, T scale, T* scores,
+                         long padded) {
     V<T> acc[ROWS][COUNT] = {};
     for (long j = 0; j < d; j += LANES<T>)
-        for (int i = 0; i < COUNT; i++) {
+        UNROLL for (int i = 0; i < COUNT; i++) {
             V<T> key = load(k + i * stride + j);
-            for (int r = 0; r < ROWS; r++) acc[r][i] += load(q[r] + j) * key;
+            __builtin_prefetch(k + ahead + i * stride + j);
+            UNROLL for (int r = 0; r < ROWS; r++) acc[r][i] += load(rows.q[r] + j) * key;
         }
-    for (int r = 0; r < ROWS; r++)
-        for (int i = 0; i < COUNT; i++) scores[r * apart + i] = sum<T>(acc[r][i]) * scale;
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int i = 0; i < COUNT; i++) scores[r * padded + i] = sum<T>(acc[r][i]) * scale;
+}
+
+template <class T, int ROWS>
+static void score_block(const Chunk<T>& rows, const T* k, long ahead, long held, long stride, long d, T scale, long s0,
+                        long padded) {
+    long s = 0;
+    for (; s + KEYS <= held; s += KEYS)
+        score<T, ROWS, KEYS>(rows, k + s * stride, ahead, stride, d, scale, rows.scores + s0 + s, padded);
+    for (; s < held; s++) score<T, ROWS, 1>(rows, k + s * stride, ahead, stride, d, scale, rows.scores + s0 + s, padded);
 }
 
 // The scores that count become e^(score - the largest), the rest up to `padded` 0; returns one over their sum.
@@ -252,90 +279,113 @@ template <class T> static T soften(T* scores, long counted, long padded) {
     return T(1) / sum<T>(total);
 }
 
-// out[r] = sum of weights[r][s] * value s over all keys, COUNT registers' worth of the head.
+// out[r] += weights[r][s] * value s for the values of a block, COUNT registers' worth of the head from j on.
 template <class T, int ROWS, int COUNT>
-static void mix(const T* weights, long apart, Pages<T> values, long length, const T* shrink, T* const* out) {
-    V<T> acc[ROWS][COUNT] = {};
-    for (long s0 = 0, b = 0; s0 < length; s0 += values.block_size, b++) {
-        const T* v = values.block(b);
-        long held = std::min(values.block_size, length - s0);
-        for (long s = 0; s < held; s++)
-            for (int i = 0; i < COUNT; i++) {
-                V<T> value = load(v + s * values.stride + i * LANES<T>);
-                for (int r = 0; r < ROWS; r++) acc[r][i] += weights[r * apart + s0 + s] * value;
-            }
-    }
-    for (int r = 0; r < ROWS; r++)
-        for (int i = 0; i < COUNT; i++) store(out[r] + i * LANES<T>, acc[r][i] * shrink[r]);
+static void mix(const Chunk<T>& rows, const T* v, long ahead, long held, long stride, long j, long s0, long padded) {
+    V<T> acc[ROWS][COUNT];
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int i = 0; i < COUNT; i++) acc[r][i] = s0 ? load(rows.out[r] + j + i * LANES<T>) : V<T>{};
+    for (long s = 0; s < held; s++)
+        UNROLL for (int i = 0; i < COUNT; i++) {
+            V<T> value = load(v + s * stride + j + i * LANES<T>);
+            __builtin_prefetch(v + ahead + s * stride + j + i * LANES<T>);
+            UNROLL for (int r = 0; r < ROWS; r++) acc[r][i] += rows.scores[r * padded + s0 + s] * value;
+        }
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int i = 0; i < COUNT; i++) store(rows.out[r] + j + i * LANES<T>, acc[r][i]);
 }
 
-// ROWS rows over the keys up to their own: row r sees sees[r] keys, none more than `length`.
 template <class T, int ROWS>
-static void attend_rows(const T* const* q, T** out, const long* sees, Pages<T> keys, Pages<T> values, long length,
-                        long d, T scale, std::vector<T>& scores) {
-    long padded = (length + LANES<T> - 1) / LANES<T> * LANES<T>;
-    scores.resize(ROWS * padded);
-    for (long s0 = 0, b = 0; s0 < length; s0 += keys.block_size, b++) {
-        const T* k = keys.block(b);
-        long held = std::min(keys.block_size, length - s0), s = 0;
-        for (; s + KEYS <= held; s += KEYS)
-            score<T, ROWS, KEYS>(q, k + s * keys.stride, keys.stride, d, scale, &scores[s0 + s], padded);
-        for (; s < held; s++) score<T, ROWS, 1>(q, k + s * keys.stride, keys.stride, d, scale, &scores[s0 + s], padded);
-    }
-    T shrink[ROWS];
-    for (int r = 0; r < ROWS; r++) shrink[r] = soften(&scores[r * padded], sees[r], padded);
-    for (long j = 0; j < d;) {
-        bool wide = j + REGISTERS * LANES<T> <= d;
-        if (wide) mix<T, ROWS, REGISTERS>(scores.data(), padded, values, length, shrink, out);
-        else mix<T, ROWS, 1>(scores.data(), padded, values, length, shrink, out);
-        long step = (wide ? REGISTERS : 1) * LANES<T>;
-        for (int r = 0; r < ROWS; r++) out[r] += step;
-        values.first += step;
-        j += step;
+static void mix_block(const Chunk<T>& rows, const T* v, long ahead, long held, long stride, long d, long s0, long padded) {
+    long j = 0;
+    for (; j + REGISTERS * LANES<T> <= d; j += REGISTERS * LANES<T>)
+        mix<T, ROWS, REGISTERS>(rows, v, ahead, held, stride, j, s0, padded);
+    for (; j < d; j += LANES<T>) mix<T, ROWS, 1>(rows, v, ahead, held, stride, j, s0, padded);
+}
+
+template <class T, int ROWS = AT_ONCE> static void score_chunk(const Chunk<T>& rows, const T* k, long ahead, long held, long stride,
+                                                               long d, T scale, long s0, long padded) {
+    if constexpr (ROWS > 0) {
+        if (rows.rows == ROWS) score_block<T, ROWS>(rows, k, ahead, held, stride, d, scale, s0, padded);
+        else score_chunk<T, ROWS - 1>(rows, k, ahead, held, stride, d, scale, s0, padded);
     }
 }
 
-template <class T, int ROWS = AT_ONCE, class... A> static inline void attend_rows_of(int rows, A&&... a) {
+template <class T, int ROWS = AT_ONCE> static void mix_chunk(const Chunk<T>& rows, const T* v, long ahead, long held, long stride,
+                                                             long d, long s0, long padded) {
     if constexpr (ROWS > 0) {
-        if (rows == ROWS) attend_rows<T, ROWS>(a...);
-        else attend_rows_of<T, ROWS - 1>(rows, a...);
+        if (rows.rows == ROWS) mix_block<T, ROWS>(rows, v, ahead, held, stride, d, s0, padded);
+        else mix_chunk<T, ROWS - 1>(rows, v, ahead, held, stride, d, s0, padded);
     }
+}
+
+// These chunks, all of one sequence, over its keys up to `length`. A slot is `stride` numbers, of every kv head.
+template <class T>
+static void attend_task(std::vector<Chunk<T>>& chunks, const T* keys, const T* values, const int32_t* table,
+                        long length, long stride, long block_size, long d, T scale, std::vector<T>& scores) {
+    long padded = (length + LANES<T> - 1) / LANES<T> * LANES<T>, rows = 0;
+    for (auto& chunk : chunks) rows += chunk.rows;
+    scores.resize(rows * padded);
+    rows = 0;
+    for (auto& chunk : chunks) {
+        chunk.scores = scores.data() + rows * padded;
+        rows += chunk.rows;
+    }
+    auto at = [&](long s0) { return table[std::min(s0, length - 1) / block_size] * block_size * stride; };
+    for (long s0 = 0; s0 < length; s0 += block_size) {
+        const T* k = keys + at(s0);
+        long held = std::min(block_size, length - s0), ahead = at(s0 + block_size) - at(s0);
+        for (auto& chunk : chunks) score_chunk<T>(chunk, k + chunk.head * d, ahead, held, stride, d, scale, s0, padded);
+    }
+    for (auto& chunk : chunks)
+        for (int r = 0; r < chunk.rows; r++)
+            chunk.shrink[r] = soften(chunk.scores + r * padded, chunk.sees[r], padded);
+    for (long s0 = 0; s0 < length; s0 += block_size) {
+        const T* v = values + at(s0);
+        long held = std::min(block_size, length - s0), ahead = at(s0 + block_size) - at(s0);
+        for (auto& chunk : chunks) mix_chunk<T>(chunk, v + chunk.head * d, ahead, held, stride, d, s0, padded);
+    }
+    for (auto& chunk : chunks)
+        for (int r = 0; r < chunk.rows; r++)
+            for (long j = 0; j < d; j++) chunk.out[r][j] *= chunk.shrink[r];
 }
 
 template <class T>
 static void attend(const T* q, long qs, const T* keys, const T* values, const int32_t* tables, long table_stride,
                    const int32_t* query_start_loc, const int32_t* seq_lens, long batch, T* out, long h, long kv, long d,
                    long block_size, double scale, int threads) {
-    const long group = h / kv, tile = std::max(1L, AT_ONCE / group) * group;   // whole queries, or a part of one
-    std::vector<long> first{0};                             // tasks before each sequence's: tiles of its rows
+    const long group = h / kv, together = std::max(1L, AT_ONCE / group);       // queries of a task
+    std::vector<long> first{0};                             // tasks before each sequence's
+    long work = 0;
     for (long b = 0; b < batch; b++) {
-        long rows = (query_start_loc[b + 1] - query_start_loc[b]) * group;
-        first.push_back(first.back() + (rows + tile - 1) / tile * kv);
+        long queries = query_start_loc[b + 1] - query_start_loc[b];
+        first.push_back(first.back() + (queries + together - 1) / together);
+        work += queries * seq_lens[b] * kv * d;
     }
-#pragma omp parallel num_threads(threads) if (first.back() > kv || seq_lens[0] * kv * d >= WORTH_A_THREAD)
+#pragma omp parallel num_threads(threads) if (work >= WORTH_A_THREAD)
     {
         static thread_local std::vector<T> scores;
+        static thread_local std::vector<Chunk<T>> chunks;
 #pragma omp for schedule(dynamic, 1)
-        for (long task = first.back() - 1; task >= 0; task--) {                // the longest last rows first
+        for (long task = first.back() - 1; task >= 0; task--) {                // a prompt's last queries see the most
             long b = std::upper_bound(first.begin(), first.end(), task) - first.begin() - 1;
             long start = query_start_loc[b], queries = query_start_loc[b + 1] - start;
-            long head = (task - first[b]) % kv, row0 = (task - first[b]) / kv * tile;
-            long rows = std::min(tile, queries * group - row0);
-            Pages<T> k{keys + head * d, tables + b * table_stride, block_size, kv * d}, v = k;
-            v.first = values + head * d;
-            for (long r0 = row0; r0 < row0 + rows; r0 += AT_ONCE) {
-                int count = int(std::min<long>(AT_ONCE, row0 + rows - r0));
-                const T* from[AT_ONCE];
-                T* to[AT_ONCE];
-                long sees[AT_ONCE];
-                for (int r = 0; r < count; r++) {
-                    long query = (r0 + r) / group, at = head * group + (r0 + r) % group;
-                    from[r] = q + (start + query) * qs + at * d;
-                    to[r] = out + ((start + query) * h + at) * d;
-                    sees[r] = seq_lens[b] - queries + query + 1;
+            long from = (task - first[b]) * together, to = std::min(queries, from + together);
+            chunks.clear();
+            for (long head = 0; head < kv; head++)
+                for (long row = from * group; row < to * group; row++) {
+                    if (row == from * group || chunks.back().rows == AT_ONCE) {
+                        chunks.emplace_back();
+                        chunks.back().head = head;
+                    }
+                    auto& chunk = chunks.back();
+                    long query = row / group, at = head * group + row % group;
+                    chunk.q[chunk.rows] = q + (start + query) * qs + at * d;
+                    chunk.out[chunk.rows] = out + ((start + query) * h + at) * d;
+                    chunk.sees[chunk.rows++] = seq_lens[b] - queries + query + 1;
                 }
-                attend_rows_of<T>(count, from, to, sees, k, v, sees[count - 1], d, T(scale), scores);
-            }
+            attend_task(chunks, keys, values, tables + b * table_stride, seq_lens[b] - queries + to, kv * d,
+                        block_size, d, T(scale), scores);
         }
     }
 }
