@@ -160,8 +160,12 @@ def measure(model: LoadedModel, chosen: Sequence[Entry], shape: Shape, rounds: i
     from benchmarks.progress import Show
     from benchmarks.references.bench import WithReferences
     from benchmarks.run import PASSES, runnable
+    from liteinfer.cli import kernels_hint
 
     facts = command.limits(model)
+    if model.device.type == "cpu":
+        for hint in {hint: None for entry in chosen if (hint := kernels_hint(entry.row))}:
+            typer.echo(hint, err=True)
     sizes = ceilings.Sizes.of(model.config, model.dtype)
     lengths = [shape.output_length(i) for i in range(shape.latency_prompts)]
     for line in ceilings.forecast(sizes, facts, shape.isl, mean(lengths)):

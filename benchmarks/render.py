@@ -43,6 +43,7 @@ BLOCK = re.compile(r"<!--\s*(table|code):\s*(.*?)\s*-->\s*")
 END = re.compile(r"<!--\s*end\s*-->\s*")
 VALUE = re.compile(r"(<!--\s*v:\s*(.*?)\s*-->)(.*?)(<!--\s*/v\s*-->)")
 STRAY = re.compile(r"<!--\s*/?v\b")
+LANGUAGES = {".py": "python", ".cpp": "cpp"}
 UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -136,7 +137,7 @@ class _Page:
         else:
             raise ValueError('a code marker takes a file and a name, or a file and from="text" to="text"')
         fence = "````" if "```" in code else "```"
-        return f"{fence}{'python' if path.suffix == '.py' else ''}\n{code}\n{fence}\n"
+        return f"{fence}{LANGUAGES.get(path.suffix, '')}\n{code}\n{fence}\n"
 
     def value(self, match: re.Match[str], line: int) -> str:
         new = self.compute(shlex.split(match[2]))

@@ -56,6 +56,16 @@ TOPICS = (
                              "the machine changes."),
         Shown("ceilings", 3, "The least time in which this machine can do a decode step of each row, what it took, and "
                              "where the rest went."))),
+    Topic("The ladder with shorter outputs", "references", (
+        Shown("latency", 9, "The same rows on outputs of 64 tokens, with those of chapter 9, which were written after "
+                            "the run above: our own operators against vLLM's."),
+        Shown("throughput", 9, "The same with all prompts at once."))),
+    Topic("A decode step, part by part", "profile", (
+        Shown("profile", 9, "Where the time of a step goes before chapter 9 and after it, beside the least that each "
+                            "part could take."),)),
+    Topic("What each piece of the fast row brings", "pieces", (
+        Shown("pieces", 9, "The row without one of its pieces after the other: what a piece is worth depends on how "
+                           "much else is in the step."),)),
     Topic("Across shapes", "shapes", (
         Shown("shapes", 2, "Where each idea matters: a cache the more the longer the answer, our own forward where "
                            "tokens come one by one, drafts where the answer repeats what was said, as output of forced "

@@ -92,9 +92,24 @@ def _llm(model: str, row: str, dtype: str | None, device: str | None, stats: boo
     if device is None and (hint := cuda_hint()):
         typer.echo(hint, err=True)
     llm = LLM(model, row=row, dtype=dtype, device=device, draft=draft, num_speculative_tokens=num_speculative_tokens)
+    if llm.model.device.type == "cpu" and (hint := kernels_hint(llm.row)):
+        typer.echo(hint, err=True)
     if stats and hasattr(llm.engine, "pool_size"):
         typer.echo(llm.engine.pool_size, err=True)
     return llm
+
+
+def kernels_hint(row: lineage.Row) -> str | None:
+    """One line if the row would use our compiled operators on a CPU and they are not there; None if all is well."""
+    from liteinfer.kernels.build import NotBuilt, library
+
+    if not any(part.startswith("liteinfer.fast.") for part in row.parts.values()):
+        return None
+    try:
+        library()
+    except NotBuilt as error:
+        return f"{row.name} runs without its compiled operators, at about half the speed: {error}"
+    return None
 
 
 def main() -> None:

@@ -131,7 +131,7 @@ FILES: dict[str, int] = {
     "loading.py": 0, "checkpoint.py": 0, "conversion.py": 0, "cuda.py": 0, "detokenizer.py": 0,
     "plots/__init__.py": 0, "plots/__main__.py": 0, "plots/ch01.py": 0, "plots/ch02.py": 0, "plots/ch03.py": 0,
     "plots/ch04.py": 0, "plots/ch05.py": 0, "plots/ch06.py": 0, "plots/ch07.py": 0, "plots/ch08.py": 0,
-    "trace.py": 0,
+    "plots/ch09.py": 0, "trace.py": 0,
     "engines/__init__.py": 0, "model/__init__.py": 0, "cache/__init__.py": 0, "kernels/__init__.py": 0,
     "speculative/__init__.py": 0, "speculative/choose.py": 8,
     "request.py": 1, "sampling.py": 1, "engines/base.py": 1, "engines/no_cache.py": 1,
