@@ -57,9 +57,8 @@ TOPICS = (
         Shown("ceilings", 3, "The least time in which this machine can do a decode step of each row, what it took, and "
                              "where the rest went."))),
     Topic("The ladder with shorter outputs", "references", (
-        Shown("latency", 9, "The same rows on outputs of 64 tokens, with those of chapter 9, which were written after "
-                            "the run above: our own operators against vLLM's."),
-        Shown("throughput", 9, "The same with all prompts at once."))),
+        Shown("throughput", 9, "The same on outputs of 64 tokens, with the rows of chapter 9, which were written after "
+                               "the run above: our own operators against vLLM's."),)),
     Topic("A decode step, part by part", "profile", (
         Shown("profile", 9, "Where the time of a step goes before chapter 9 and after it, beside the least that each "
                             "part could take."),)),
