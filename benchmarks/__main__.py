@@ -160,12 +160,9 @@ def measure(model: LoadedModel, chosen: Sequence[Entry], shape: Shape, rounds: i
     from benchmarks.progress import Show
     from benchmarks.references.bench import WithReferences
     from benchmarks.run import PASSES, runnable
-    from liteinfer.cli import kernels_hint
 
     facts = command.limits(model)
-    if model.device.type == "cpu":
-        for hint in {hint: None for entry in chosen if (hint := kernels_hint(entry.row))}:
-            typer.echo(hint, err=True)
+    command.say_what_is_not_built(model, [entry.row for entry in chosen])
     sizes = ceilings.Sizes.of(model.config, model.dtype)
     lengths = [shape.output_length(i) for i in range(shape.latency_prompts)]
     for line in ceilings.forecast(sizes, facts, shape.isl, mean(lengths)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 from rich.console import Console
 
 if TYPE_CHECKING:
+    from liteinfer.lineage import Row
     from liteinfer.loading import LoadedModel
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,6 +58,15 @@ def load(name: str, dtype: str | None, device: str | None) -> LoadedModel:
     if device is None and (hint := cuda_hint()):
         typer.echo(hint, err=True)
     return load_model(name, dtype=dtype, device=device)
+
+
+def say_what_is_not_built(model: LoadedModel, rows: Iterable[Row]) -> None:
+    """A line for each of these rows that would use our compiled operators on a CPU and has to do without."""
+    from liteinfer.cli import kernels_hint
+
+    if model.device.type == "cpu":
+        for hint in filter(None, dict.fromkeys(map(kernels_hint, rows))):
+            typer.echo(hint, err=True)
 
 
 def limits(model: LoadedModel) -> dict[str, Any]:

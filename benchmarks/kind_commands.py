@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -205,13 +206,19 @@ def profile(
     out: Out = command.LOCAL / "profile.json",
     model: Model = "smollm2-135m", dtype: Dtype = None, device: Device = None,
 ) -> None:
-    """Measure where the time of a decode step goes."""
+    """Measure where the time of a decode step goes, on a CPU."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")   # the profiler would tell when it starts and stops
+
     from benchmarks.profile import PASS, Profile, check_lengths, continuous
     from benchmarks.progress import Show
 
     chosen, counts = continuous(rows), command.numbers("widths", widths)
     check_lengths(counts, isl, osl, rounds)
     path, loaded = command.writable(out), command.load(model, dtype, device)
+    if loaded.device.type != "cpu":
+        raise ValueError(f"profile splits a step on a CPU, where an operation runs when it is called; device is "
+                         f"{loaded.device}")
+    command.say_what_is_not_built(loaded, chosen)
     facts = command.limits(loaded)
     stages = [((row.name, width, PASS), 2 * width * osl) for row in chosen for width in counts]
     with Show(Console(stderr=True), stages, rounds) as watch:
@@ -239,6 +246,7 @@ def pieces(
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     path, loaded = command.writable(out), command.load(model, dtype, device)
+    command.say_what_is_not_built(loaded, [lineage.find("fast")])
     stages = [((title(each), width, PASS), width * osl) for each in variants() for width in counts]
     with Show(Console(stderr=True), stages, rounds) as watch:
         result = Pieces(loaded, lineage.find("fast"), counts, isl, osl, rounds, machine.facts(loaded.device), watch,
@@ -269,6 +277,7 @@ def shapes(
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     path, loaded = command.writable(out), command.load(model, dtype, device)
+    command.say_what_is_not_built(loaded, named)
     stages = [((title(row, shape), 1, PASS), (shape.isl // 16 + shape.output[0]) * prompts)   # 16 prompt tokens: a step
               for shape in lengths for row in able(named, shape, lengths) if not lineage.missing(row)]
     with Show(Console(stderr=True), stages, rounds) as watch:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -55,3 +58,23 @@ def test_both_commands_say_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
             bench.main(["run", "--rows", rows, "--width", "32", "--isl", "6", "--osl", "2", "--prompts", "1", "--out",
                         f"{tmp_path}/r.json"])
         assert capsys.readouterr().err.count("without its compiled operators") == count
+
+
+def test_the_words_beside_the_stored_tables_hold() -> None:
+    results = Path(__file__).parents[1] / "benchmarks" / "results"
+    profile, pieces = (json.loads((results / f"{name}.json").read_text()) for name in ("profile", "pieces"))
+    rung6, fast = ({row["width"]: row["parts_ms"] for row in profile["rows"] if row["name"] == f"liteinfer-{name}"}
+                   for name in ("continuous", "fast"))
+    assert [(row["name"], row["width"]) for row in profile["rows"]][::2] == [
+        ("liteinfer-continuous", 1), ("liteinfer-continuous", 32), ("liteinfer-fast", 4)]   # the page's rows.N
+    assert rung6[1]["linear"] > sum(rung6[1].values()) / 2
+    assert rung6[32]["gather"] > rung6[32]["attention"] > rung6[32]["linear"]
+    between = {width: (parts["norms"] + parts["between"]) / sum(parts.values()) for width, parts in rung6.items()}
+    assert between[1] > 2 * between[32]
+    assert fast[32]["sampling"] < rung6[32]["sampling"] and abs(fast[1]["sampling"] - rung6[1]["sampling"]) < 0.1
+    step = {(tuple(row["without"]), row["width"]): row["itl_p50_ms"] for row in pieces["rows"]}
+    parts = ("linear", "attention", "runner", "drafter")
+    assert max(parts, key=lambda part: step[(part,), 1]) == "linear"
+    assert max(parts, key=lambda part: step[(part,), 32]) == "attention"
+    assert all(step[("runner",), width] > step[(), width] for width in (4, 32))
+    assert step[parts, 32] < step[("attention",), 32]

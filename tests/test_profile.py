@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import __main__ as cli
 from benchmarks import command, machine
@@ -125,6 +126,14 @@ def test_too_few_steps_in_which_all_decode_cost_the_point(talker: LoadedModel) -
     bench = Profile(talker, [lineage.find("fast")], [6], 48, 7, 1, MACHINE, watch,
                     build=lambda *args, **kwargs: lineage.build(*args, **kwargs, max_num_batched_tokens=48))
     assert bench.run()["rows"] == [] and "leaves too few steps in which all 6 sequences decode" in why[0]
+
+
+def test_a_gpu_is_refused(talker: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                          capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "load", lambda *_: SimpleNamespace(device=torch.device("cuda")))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["profile", "--out", str(tmp_path / "p.json")])
+    assert ended.value.code == 2 and "profile splits a step on a CPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("asked", "words"), [
