@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from liteinfer.llm import LLM
-    from liteinfer.request import Completion, SamplingParams
+    from liteinfer.logits_processors import SamplingParams
+    from liteinfer.request import Completion
 
 __all__ = ["LLM", "Completion", "SamplingParams"]
 
-_HOME = {"LLM": "liteinfer.llm", "Completion": "liteinfer.request", "SamplingParams": "liteinfer.request"}
+_HOME = {"LLM": "liteinfer.llm", "Completion": "liteinfer.request", "SamplingParams": "liteinfer.logits_processors"}
 
 
 def __getattr__(name: str) -> Any:

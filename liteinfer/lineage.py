@@ -152,6 +152,10 @@ FILES: dict[str, int] = {
     "speculative/train/plan.py": 8,
     "kernels/build.py": 0, "kernels/cpu.py": 9, "fast/__init__.py": 0, "fast/linear.py": 9, "fast/attention.py": 9,
     "fast/forward.py": 9, "fast/runner.py": 9, "fast/graphs.py": 9, "fast/sampling.py": 9,
+    "server/__init__.py": 0, "server/async_engine.py": 10, "server/generation.py": 10, "server/answers.py": 10,
+    "server/app.py": 10, "server/service.py": 10, "server/protocol.py": 10, "server/responses.py": 10,
+    "server/errors.py": 10, "server/limits.py": 10, "server/metrics.py": 10, "server/snapshot.py": 10,
+    "server/live.py": 10, "server/serve.py": 10, "logits_processors.py": 10,
 }
 # These may name any chapter's files: the ladder, its two front doors, and the pictures drawn from live engines.
 EXEMPT = ("lineage.py", "llm.py", "cli.py", "terminal.py",
@@ -205,8 +209,13 @@ def build(row: Row, model: LoadedModel, **settings: Any) -> Engine:
     """
     if max(row.widths) > 1:
         settings = {"max_num_seqs": max(row.widths)} | settings
-    parts = {argument: _resolve(part) for argument, part in row.parts.items()}
-    return _resolve(row.engine)(model, **(parts | settings))
+    parts = {argument: part(row, argument) for argument in row.parts if argument not in settings}
+    return _resolve(row.engine)(model, **parts, **settings)
+
+
+def part(row: Row, argument: str, default: Any = None) -> Any:
+    """What the row gives its engine for this argument; `default` if nothing."""
+    return _resolve(row.parts[argument]) if argument in row.parts else default
 
 
 def _resolve(path: str) -> Any:

@@ -16,7 +16,9 @@ import torch
 from liteinfer import lineage
 from liteinfer.detokenizer import TextOutput
 from liteinfer.engines.base import run
+from liteinfer.engines.continuous import NoDrafter
 from liteinfer.loading import LoadedModel, load_model
+from liteinfer.logits_processors import LogitsProcessors, check
 from liteinfer.request import Completion, FinishReason, Request, SamplingParams, TokenEvent, TokenLogprobs
 from liteinfer.speculative.choose import SHIPPED, drafter
 
@@ -50,19 +52,26 @@ class LLM:
             of a trained head, a draft model, or two of these as "A+B"; for rows that run continuously.
         num_speculative_tokens: the most tokens of a draft, 4 unless given.
         dtype, device: as in `load_model`.
+        settings: further ones of the row's engine, such as num_blocks or max_num_seqs.
 
     Raises:
-        ValueError: unknown row, model that cannot be loaded, max_model_len out of range.
+        ValueError: unknown row, model that cannot be loaded, a setting out of range, or one that the row does not have.
     """
 
     def __init__(self, model: str | LoadedModel = "smollm2-135m", row: str = lineage.DEFAULT, *,
                  max_model_len: int | None = None, draft: str | None = None,
                  num_speculative_tokens: int | None = None, dtype: str | torch.dtype | None = None,
-                 device: str | torch.device | None = None) -> None:
+                 device: str | torch.device | None = None, **settings: Any) -> None:
         self.row = lineage.find(row)   # an unknown row is refused before anything is loaded
         part = _drafter(self.row, draft, num_speculative_tokens)
         self.model = model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype, device=device)
-        self.engine = lineage.build(self.row, self.model, max_model_len=max_model_len, **part)
+        try:
+            self.engine = lineage.build(self.row, self.model, max_model_len=max_model_len, **part, **settings)
+        except TypeError as error:
+            if not settings:
+                raise
+            raise ValueError(f"row {self.row.name} does not have all of the settings {', '.join(settings)}: "
+                             f"{error}") from None
         self._ids = count()
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
@@ -115,6 +124,7 @@ class LLM:
         requests = [Request(str(next(self._ids)), i, p) for i, p in zip(ids, params, strict=True)]
         for request in requests:
             self.engine.check(request)
+            check(self.engine, self.row.name, request.params)
         return requests
 
     def _deltas(self, requests: Sequence[Request]) -> Generator[Delta, None, None]:
@@ -145,16 +155,22 @@ class LLM:
 
 
 def _drafter(row: lineage.Row, draft: str | None, num_speculative_tokens: int | None) -> dict[str, Any]:
-    """The engine's argument for these; none if the row is to have its own, or none. Raises ValueError for a bad one."""
-    if draft is None and num_speculative_tokens is None:
-        return {}
-    if draft is None and "drafter" not in row.parts:
+    """The engine's argument for these, with logits processors over it; none for rows that do not run continuously.
+
+    Raises ValueError for a draft that cannot be.
+    """
+    if draft is None and num_speculative_tokens is not None and "drafter" not in row.parts:
         raise ValueError(f"num_speculative_tokens {num_speculative_tokens} needs a draft, and row {row.name} has none")
     if row.engine != lineage.find("continuous").engine:
-        raise ValueError(f"draft {draft!r} needs a row that runs continuously, as liteinfer-radix does, and "
-                         f"{row.name} does not")
+        if draft is not None:
+            raise ValueError(f"draft {draft!r} needs a row that runs continuously, as liteinfer-radix does, and "
+                             f"{row.name} does not")
+        return {}
+    if draft is None and num_speculative_tokens is None:
+        return {"drafter": LogitsProcessors.over(lineage.part(row, "drafter", NoDrafter))}
     own = SHIPPED if row.needs == "a draft model" else "ngram"
-    return {"drafter": drafter(draft or own, 4 if num_speculative_tokens is None else num_speculative_tokens)}
+    k = 4 if num_speculative_tokens is None else num_speculative_tokens
+    return {"drafter": LogitsProcessors.over(drafter(draft or own, k))}
 
 
 def _each(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

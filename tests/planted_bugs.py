@@ -195,4 +195,13 @@ BUGS = [
         "tests/test_fast.py::test_what_other_rows_hold_is_left_alone"),
     Bug("fast/sampling.py", "fine[row] and chunk.request.params.temperature == 0", "fine[row]",
         "tests/test_fast.py::test_greedy_tokens_are_chosen_together_and_the_rest_one_by_one"),
+    # chapter 10
+    Bug("server/async_engine.py", "self._orders.put(partial(self.engine.abort, request_id))", "pass",
+        "tests/test_server_failures.py::test_h5_a_client_that_leaves_takes_its_work_along[2 chunks-chat]"),
+    Bug("logits_processors.py", "row += chunk.num_logits", "row += 1",
+        "tests/test_logits_processors.py::test_m5_each_has_its_own_in_all_six_orders[copy-chunked]"),
+    Bug("logits_processors.py", "for request in requests if not in_use(request.params)]", "for request in requests]",
+        "tests/test_logits_processors.py::test_m5_each_has_its_own_in_all_six_orders[copy-roomy]"),
+    Bug("logits_processors.py", "logits.max() + params.temperature * math.log(params.min_p)",
+        "logits.max() + math.log(params.min_p)", "tests/test_logits_processors.py::test_min_p_by_hand"),
 ]

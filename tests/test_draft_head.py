@@ -360,9 +360,10 @@ def test_a_head_comes_back_from_disk(tmp_path: Path, tiny_llama: LoadedModel) ->
         assert torch.equal(again[name].double(), tensor.double()), name
     assert again["fc.weight"].dtype == tiny_llama.dtype
     llm = LLM(tiny_llama, row="radix", draft=str(tmp_path / "head"), num_speculative_tokens=2)
-    assert isinstance(llm.engine.drafter, DraftHeadDrafter) and llm.engine.drafter.k == 2
+    assert isinstance(llm.engine.drafter.inner, DraftHeadDrafter) and llm.engine.drafter.inner.k == 2
     llm = LLM(tiny_llama, row="radix", draft=f"ngram+{tmp_path / 'head'}")
-    assert isinstance(llm.engine.drafter, FallbackDrafter) and isinstance(llm.engine.drafter.then, DraftHeadDrafter)
+    both = llm.engine.drafter.inner
+    assert isinstance(both, FallbackDrafter) and isinstance(both.then, DraftHeadDrafter)
     assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=12))[0].num_drafted_tokens > 0
 
 

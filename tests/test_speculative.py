@@ -740,9 +740,9 @@ def test_the_completion_says_how_many_guesses_stood(tiny_llama: LoadedModel) -> 
         counters = llm.engine.counters
         assert done.num_drafted_tokens == counters.drafted_tokens > 0
         assert done.num_accepted_tokens == counters.accepted_tokens
-        assert llm.engine.drafter.k == 3
-    assert LLM(tiny_llama, row="ngram", num_speculative_tokens=2).engine.drafter.k == 2
-    assert LLM(tiny_llama, row="ngram").engine.drafter.k == 4
+        assert llm.engine.drafter.inner.k == 3
+    assert LLM(tiny_llama, row="ngram", num_speculative_tokens=2).engine.drafter.inner.k == 2
+    assert LLM(tiny_llama, row="ngram").engine.drafter.inner.k == 4
     assert LLM(tiny_llama, row="radix").generate(prompt)[0].num_drafted_tokens == 0
 
 
