@@ -110,7 +110,7 @@ def serve(
     max_body_bytes: Annotated[int, typer.Option(help="a longer body is answered 413")] = 2**21,
     drain_seconds: Annotated[float, typer.Option(help="what requests in flight have to end in when told to "
                                                       "stop")] = 30.0,
-    live: Annotated[bool, typer.Option("--live/--no-live", help="a page at / that shows the engine at work")] = True,
+    live: Annotated[bool, typer.Option("--live/--no-live", help="GET /live/state: the engine at work, as JSON")] = True,
     draft: Draft = None,
     num_speculative_tokens: Annotated[int | None, typer.Option(help="the most tokens of a draft")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16")] = None,

@@ -87,7 +87,7 @@ def build_app(service: Service, *, api_key: str | None = None, max_body_bytes: i
     Args:
         service: the model and its engine.
         api_key, max_body_bytes: see Limits.
-        live: offer the live page and what it shows.
+        live: offer the engine's state at /live/state.
 
     Raises:
         ValueError: an empty api_key, or max_body_bytes below 1.

@@ -1,4 +1,4 @@
-"""What the live page asks for. Read-only; `--no-live` leaves all of it out."""
+"""The engine at work, as JSON, for a page that shows it. Read-only; `--no-live` leaves it out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from liteinfer.server.snapshot import Snapshots
 
 
 def live_routes(service: Service) -> APIRouter:
-    """The routes of the live page."""
+    """The routes that show the engine at work."""
     router, snapshots = APIRouter(), Snapshots(service)
 
     @router.get("/live/state")
