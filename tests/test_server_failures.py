@@ -74,7 +74,8 @@ def leave_a_silent_stream(server: Running, endpoint: str, **fields: Any) -> None
     """In the middle of the prompt: a role may have come, but no token."""
     body = asked(server, endpoint, True, **fields)
     with httpx.Client(base_url=server.base) as client, client.stream("POST", path(endpoint), json=body):
-        server.until(lambda engine: in_flight(engine, fields["prompt"]))
+        server.until(lambda engine: any(r.num_computed_tokens for r in engine.scheduler.running
+                                        if r.request_id in in_flight(engine, fields["prompt"])))
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
@@ -321,7 +322,7 @@ def test_the_command_serves_and_goes_down_on_sigterm(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("arguments", "words"), [
     (["--row", "turbo"], "unknown row 'turbo'"),
     (["--host", "no.such.host.invalid"], "cannot listen on host no.such.host.invalid port"),
-    (["--port", "70000"], "port 70000"),
+    (["--port", "70000"], "port must be from 0 to 65535, got 70000"),
     (["--model", "./no-such-folder"], "no-such-folder"),
     (["--row", "eager", "--num-blocks", "10", "--model", "TINY"], "row liteinfer-eager does not have all of the"),
     (["--max-num-waiting", "-1", "--model", "TINY", "--row", "radix", "--num-blocks", "9"], "max_num_waiting must be"),

@@ -93,6 +93,14 @@ class AsyncEngine:
         self._orders.put(None)
         self._thread.join(timeout)
 
+    def check_room(self, n: int) -> None:
+        """Raises QueueFull or Unavailable if `submit` would refuse n more requests now."""
+        if self.why_not is not None:
+            raise Unavailable(self.why_not)
+        if len(self.receivers) + n > self.capacity:
+            raise QueueFull(f"{len(self.receivers)} requests are in flight and {n} more do not fit: at most "
+                            f"{self.max_num_seqs} run and {self.max_num_waiting} wait (max_num_waiting)")
+
     def submit(self, receivers: Sequence[Receiver]) -> None:
         """Run these requests: all of them, or an error and none.
 
@@ -101,13 +109,9 @@ class AsyncEngine:
             QueueFull: there is no room for so many.
             Unavailable: none is taken any more.
         """
-        if self.why_not is not None:
-            raise Unavailable(self.why_not)
         for receiver in receivers:
             self.engine.check(receiver.request)   # reads nothing that a step changes
-        if len(self.receivers) + len(receivers) > self.capacity:
-            raise QueueFull(f"{len(self.receivers)} requests are in flight and {len(receivers)} more do not fit: at "
-                            f"most {self.max_num_seqs} run and {self.max_num_waiting} wait (max_num_waiting)")
+        self.check_room(len(receivers))
         for receiver in receivers:
             self.receivers[receiver.request.request_id] = receiver
             self._orders.put(partial(self._add, receiver.request))

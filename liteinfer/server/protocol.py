@@ -7,7 +7,9 @@ rather than ignored. null is the same as leaving a field out, everywhere.
                  completion has OpenAI's 16.
     temperature  1 if left out, as OpenAI's; 0 is greedy.
     seed         choice i of n has seed + i.
-    top_k, stop_token_ids, ignore_eos, min_p, min_tokens, repetition_penalty, cache_salt   as vLLM's.
+    top_k, stop_token_ids, ignore_eos, min_p, min_tokens, repetition_penalty   as vLLM's.
+    cache_salt   cached prefixes are shared only between requests with the same one. Without it they are shared by
+                 all, and TTFT and cached_tokens tell a client whether somebody sent the same beginning before.
     user         taken and of no effect: OpenAI's label for the end user. Nothing here keeps it.
 """
 

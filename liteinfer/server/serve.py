@@ -24,8 +24,10 @@ def bind(host: str, port: int) -> socket.socket:
     """A socket that will listen there; port 0 takes a free one.
 
     Raises:
-        ValueError: the port is taken, or there is no such host.
+        ValueError: the port is taken or none, or there is no such host.
     """
+    if not 0 <= port < 2**16:   # getaddrinfo would take its last 16 bits
+        raise ValueError(f"port must be from 0 to {2**16 - 1}, got {port}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # Named as TCP, or asyncio leaves Nagle's algorithm on: each answer on a connection then waits some 40 ms.
@@ -33,7 +35,7 @@ def bind(host: str, port: int) -> socket.socket:
         if os.name == "posix":   # elsewhere it would let two listen on one port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ValueError(f"cannot listen on host {host} port {port}: {error}") from None
     return listener
 
@@ -66,6 +68,7 @@ class Server(uvicorn.Server):
         if drain_seconds < 0:
             raise ValueError(f"drain_seconds must be at least 0, got {drain_seconds}")
         super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", ws="none",
+                                        timeout_keep_alive=30,   # clients that pool connections wait longer than 5 s
                                         timeout_graceful_shutdown=int(drain_seconds + GRACE) + 1))
         self.engine, self.drain_seconds, self.ready = engine, drain_seconds, ready
 

@@ -41,7 +41,7 @@ class Service:
         self.metrics = Metrics(engine)
         # Encoding a long prompt takes longer than a step may wait for its turn. One thread: a tokenizer is not
         # made for several at a time.
-        self._tokenizer_thread = ThreadPoolExecutor(1, "tokenizer")
+        self._tokenizer_thread, self._encoding = ThreadPoolExecutor(1, "tokenizer"), 0
 
     def close(self) -> None:
         """End both threads."""
@@ -74,11 +74,15 @@ class Service:
                 else self.model.decode([token], skip_special_tokens=False))
 
     async def _encode(self, encode: Callable[[Any], list[int]], prompts: Sequence[Any], field: str) -> list[list[int]]:
-        work = partial(_each, encode, prompts)
+        self.engine.check_room(self._encoding + 1)     # its queue is bounded too, and no work is done in vain
+        self._encoding += 1
         try:
+            work = partial(_each, encode, prompts)
             return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, work)
         except ValueError as error:
             raise ApiError(400, str(error), field) from None
+        finally:
+            self._encoding -= 1
 
     def _submit(self, ask: Ask, prompts: list[list[int]], field: str, default_tokens: int) -> Generation:
         n = ask.n or 1
