@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,12 +206,17 @@ def build(row: Row, model: LoadedModel, **settings: Any) -> Engine:
             row's widest width unless given.
 
     Raises:
-        ValueError: the row needs a draft model, none comes with this model, and no `drafter` is given.
+        ValueError: a setting that the row's engine does not have; or the row needs a draft model, none comes with
+            this model, and no `drafter` is given.
     """
+    engine = _resolve(row.engine)
+    unknown = [name for name in settings if name not in signature(engine).parameters]
+    if unknown:
+        raise ValueError(f"row {row.name} does not have the setting {', '.join(unknown)}")
     if max(row.widths) > 1:
         settings = {"max_num_seqs": max(row.widths)} | settings
     parts = {argument: part(row, argument) for argument in row.parts if argument not in settings}
-    return _resolve(row.engine)(model, **parts, **settings)
+    return engine(model, **parts, **settings)
 
 
 def part(row: Row, argument: str, default: Any = None) -> Any:

@@ -40,6 +40,15 @@ class Delta:
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
 
+    @staticmethod
+    def of(index: int, output: TextOutput, event: TokenEvent) -> Delta:
+        """Feed an event to the request's `output`. If that has stopped, it is the end, and the engine is to be told."""
+        before = output.n_tokens
+        text = output.feed(event.token_ids, event.finish_reason)
+        kept = output.n_tokens - before
+        return Delta(index, text, event.token_ids[:kept], "stop" if output.stopped else event.finish_reason,
+                     event.error, event.logprobs[:kept])
+
 
 class LLM:
     """A model and one rung's engine over it. Not thread-safe.
@@ -65,13 +74,7 @@ class LLM:
         self.row = lineage.find(row)   # an unknown row is refused before anything is loaded
         part = _drafter(self.row, draft, num_speculative_tokens)
         self.model = model if isinstance(model, LoadedModel) else load_model(model, dtype=dtype, device=device)
-        try:
-            self.engine = lineage.build(self.row, self.model, max_model_len=max_model_len, **part, **settings)
-        except TypeError as error:
-            if not settings:
-                raise
-            raise ValueError(f"row {self.row.name} does not have all of the settings {', '.join(settings)}: "
-                             f"{error}") from None
+        self.engine = lineage.build(self.row, self.model, max_model_len=max_model_len, **part, **settings)
         self._ids = count()
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
@@ -135,23 +138,17 @@ class LLM:
         try:
             for event in run(self.engine, requests):
                 index, output = outputs[event.request_id]
-                if not output.stopped:
-                    yield self._delta(index, output, event)
+                if output.stopped:
+                    continue
+                delta = Delta.of(index, output, event)
+                if output.stopped:
+                    self.engine.finish(event.request_id, output.n_tokens)
+                yield delta
         finally:   # interrupted: leave nothing behind for the next call
             for request in requests:
                 self.engine.abort(request.request_id)
             while self.engine.has_unfinished():
                 self.engine.step()
-
-    def _delta(self, index: int, output: TextOutput, event: TokenEvent) -> Delta:
-        before = output.n_tokens
-        text = output.feed(event.token_ids, event.finish_reason)
-        kept = output.n_tokens - before
-        reason = event.finish_reason
-        if output.stopped:
-            self.engine.finish(event.request_id, output.n_tokens)
-            reason = "stop"
-        return Delta(index, text, event.token_ids[:kept], reason, event.error, event.logprobs[:kept])
 
 
 def _drafter(row: lineage.Row, draft: str | None, num_speculative_tokens: int | None) -> dict[str, Any]:

@@ -128,7 +128,8 @@ def processed(logits: Tensor, request: Request, eos_token_ids: Sequence[int]) ->
         logits = logits.index_add(0, _ids(list(params.logit_bias), logits), bias)
     if params.repetition_penalty != 1:
         ids, r = _ids(request.token_ids, logits), params.repetition_penalty
-        logits = logits.index_put((ids,), torch.where(logits < 0, logits * r, logits / r)[ids])
+        seen = logits[ids]
+        logits = logits.index_put((ids,), torch.where(seen < 0, seen * r, seen / r))
     if params.presence_penalty or params.frequency_penalty:
         times = _ids(request.output_token_ids, logits).bincount(minlength=len(logits)).to(logits.dtype)      # [V]
         logits = logits - params.frequency_penalty * times - params.presence_penalty * (times > 0)

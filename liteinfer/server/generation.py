@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 
 from liteinfer.detokenizer import TextOutput
-from liteinfer.request import FinishReason, Request, TokenEvent, TokenLogprobs
+from liteinfer.llm import Delta
+from liteinfer.request import FinishReason, Request, TokenEvent
 from liteinfer.server.async_engine import AsyncEngine
 from liteinfer.server.metrics import Metrics
 from liteinfer.server.responses import PromptTokensDetails, Timings, Usage
@@ -25,17 +25,6 @@ class GenerationFailed(RuntimeError):
     def __init__(self, message: str, finish_reason: FinishReason) -> None:
         super().__init__(message)
         self.finish_reason = finish_reason
-
-
-@dataclass(frozen=True)
-class Delta:
-    """What one step added to one choice."""
-
-    index: int
-    text: str
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    finish_reason: FinishReason | None = None
-    error: str | None = None
 
 
 class Choice:
@@ -57,23 +46,21 @@ class Choice:
             delta = self._delta(event, at)
         except Exception as error:               # of the tokenizer: the other receivers must get theirs all the same
             self.generation.engine.abort(self.request.request_id)
-            delta = Delta(self.index, "", finish_reason="error", error=f"{type(error).__name__}: {error}")
+            delta = Delta(self.index, "", (), finish_reason="error", error=f"{type(error).__name__}: {error}")
         if delta.finish_reason:
             self.finish_reason = delta.finish_reason
             self.generation.metrics.finished(delta.finish_reason)
         self.generation.queue.put_nowait(delta)
 
     def _delta(self, event: TokenEvent, at: float) -> Delta:
-        before = self.output.n_tokens
-        text, reason = self.output.feed(event.token_ids, event.finish_reason), event.finish_reason
-        kept = self.output.n_tokens - before
+        delta = Delta.of(self.index, self.output, event)
         if self.output.stopped:
             self.generation.engine.finish(self.request.request_id, self.output.n_tokens)
-            reason = "stop"
-        if kept:
-            self.generation.metrics.tokens(kept, at - (self.last_at or self.added_at), first=self.first_at is None)
+        if delta.token_ids:
+            self.generation.metrics.tokens(len(delta.token_ids), at - (self.last_at or self.added_at),
+                                           first=self.first_at is None)
             self.first_at, self.last_at = self.first_at or at, at
-        return Delta(self.index, text, event.logprobs[:kept], reason, event.error)
+        return delta
 
 
 class Generation:

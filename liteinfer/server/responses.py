@@ -104,44 +104,42 @@ class TextChunkChoice(BaseModel):
     finish_reason: Finish | None
 
 
-class ChatCompletion(BaseModel):
+class Head(BaseModel):
+    """What all answers begin with."""
+
     id: str
+    created: int
+    model: str
+
+
+class Whole(Head):
+    usage: Usage
+    timings: Timings
+
+
+class Chunk(Head):
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
+class ChatCompletion(Whole):
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage
-    timings: Timings
 
 
-class ChatChunk(BaseModel):
-    id: str
+class ChatChunk(Chunk):
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    timings: Timings | None = None
 
 
-class TextCompletion(BaseModel):
-    id: str
+class TextCompletion(Whole):
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[TextChoice]
-    usage: Usage
-    timings: Timings
 
 
-class TextChunk(BaseModel):
-    id: str
+class TextChunk(Chunk):
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[TextChunkChoice]
-    usage: Usage | None = None
-    timings: Timings | None = None
 
 
 class ModelCard(BaseModel):
